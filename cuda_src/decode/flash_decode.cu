@@ -59,9 +59,6 @@ struct DecodeBlock {
   static_assert(HEAD_DIM % 64 == 0 && ROWS % 8 == 0, "columns come in 64s, rows in 8s");
   static constexpr int BLOCKS = HEAD_DIM / 64, TILES = HEAD_DIM == 64 ? 2 : 1, KEYS = TILES * 16;
   static constexpr int QUERY_TILES = ROWS / 8;
-  // Whether there are registers for the keys of the next chunk beside the values of this one.
-  // Otherwise each of them is loaded when the other has been used.
-  static constexpr bool BOTH = HEAD_DIM <= 128 || (HEAD_DIM == 192 && ROWS == 8);
   using Storage = DecodeStorage<HEAD_DIM, ROWS>;
   using Tiles = KeyTiles<T, TILES, BLOCKS, ARCH>;
 
@@ -243,7 +240,7 @@ struct DecodeBlock {
       uint32_t p[QUERY_TILES][TILES][2];
       tiles.scores(scores, smem_address(storage.q));
       const RowPlace place = next;
-      if (BOTH && ahead < stop) {
+      if (ahead < stop) {
         tiles.load_k(rows.k_row(ahead, place), params.head_dim);
         if (ahead + NUM_WARPS < stop) next = rows.place(ahead + NUM_WARPS);
       }
@@ -262,13 +259,8 @@ struct DecodeBlock {
           for (int i = 0; i < 16; ++i) o[n][j][i / 4][i % 4] *= rescale[i % 2];
         }
       }
-      if (!BOTH) tiles.load_v(rows.v_row(chunk, rows.place(chunk)), params.head_dim);
       tiles.add_weighted(o, p);
-      if (ahead >= stop) break;
-      if (BOTH)
-        tiles.load_v(rows.v_row(ahead, place), params.head_dim);
-      else
-        tiles.load_k(rows.k_row(ahead, rows.place(ahead)), params.head_dim);
+      if (ahead < stop) tiles.load_v(rows.v_row(ahead, place), params.head_dim);
     }
   }
 
@@ -285,9 +277,9 @@ struct DecodeBlock {
     RowPlace next = {0, 0};
     if (chunk >= stop) return next;
     const RowPlace place = rows.place(chunk);
-    if (BOTH && chunk + NUM_WARPS < stop) next = rows.place(chunk + NUM_WARPS);
+    if (chunk + NUM_WARPS < stop) next = rows.place(chunk + NUM_WARPS);
     tiles.load_k(rows.k_row(chunk, place), params.head_dim);
-    if (BOTH) tiles.load_v(rows.v_row(chunk, place), params.head_dim);
+    tiles.load_v(rows.v_row(chunk, place), params.head_dim);
     return next;
   }
 };
@@ -317,10 +309,9 @@ __global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM, ROWS))
     QueryPair<Block::TILES> queries[Block::QUERY_TILES];
     float o[Block::QUERY_TILES][Block::BLOCKS][4][4] = {};
     block.attend(s, tiles, next, o, queries);
-    const bool more = following.batch >= 0;
-    if (more) next = block.begin(following, tiles);
+    if (following.batch >= 0) next = block.begin(following, tiles);
     block.finish(s, o, queries);
-    if (!more) break;
+    if (following.batch < 0) break;
     number = number_after(number);
   }
   block.finish_units(number);

@@ -75,6 +75,10 @@ __device__ __forceinline__ const T* pointer_of(const T* pointer, int lane) {
   return reinterpret_cast<const T*>(address);
 }
 
+// Keeps ptxas from moving the shuffles and loads of the next row or query before those that come
+// first: it would keep more addresses and queries in registers than there are.
+__device__ __forceinline__ void keep_order() { __syncwarp(); }
+
 // TILES tiles of 16 keys and values, in BLOCKS blocks of 64 columns, of which only the last may be
 // partial. Loads of columns that do not exist read the last ones that do, so the addresses are
 // always valid. `mine` is the row of key number `lane % (16 * TILES)`.
@@ -90,6 +94,7 @@ struct KeyTiles {
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        keep_order();
         const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.g);
 #pragma unroll
         for (int i = 0; i < 2 * BLOCKS; ++i) {
@@ -109,6 +114,7 @@ struct KeyTiles {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
+          keep_order();
           const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.c * 2 + odd);
 #pragma unroll
           for (int j = 0; j < BLOCKS; ++j) {
@@ -130,6 +136,7 @@ struct KeyTiles {
     for (int n = 0; n < QUERY_TILES; ++n) {
 #pragma unroll
       for (int i = 0; i < 2 * BLOCKS; ++i) {
+        if (i % 2 == 0) keep_order();
         const uint4 query = ld_shared_128(q + ((n * 2 * BLOCKS + i) * 32 + threadIdx.x % 32) * 16);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {

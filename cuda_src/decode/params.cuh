@@ -16,18 +16,53 @@ struct EmbeddingParams {
 };
 
 struct CacheAppendParams {
-  const void* k;         // [rows, columns]
-  const void* v;         // [rows, columns]
-  void* k_cache;         // [batch, max_length, columns]
-  void* v_cache;         // [batch, max_length, columns]
-  const int* sequences;  // [rows]; null: row i is of sequence i
-  const int* positions;  // [rows]
+  const void* k;            // [batch, tokens, heads, head_dim] or [rows, heads, head_dim]
+  const void* v;            // like k
+  void* k_cache;            // [num_pages, page_size, heads, head_dim]
+  void* v_cache;            // like k_cache
+  const int* positions;     // [batch] or [rows]; null with slots
+  const int* page_table;    // [sequences, pages of a sequence], or null
+  const int* sequences;     // like positions; null: i is of sequence i
+  const int64_t* slots;     // [rows] or null: page * page_size + row, -1 for none
+  const int* cu_seqlens_q;  // [batch + 1] or null: the rows of sequence i begin at cu_seqlens_q[i]
+  float* k_scale;           // [num_pages, page_size, heads]; null unless the cache has 8 bits
+  float* v_scale;           // like k_scale
+  Strides k_strides;
+  Strides v_strides;
+  Strides k_cache_strides;  // of pages, rows and heads
+  Strides v_cache_strides;
+  Strides k_scale_strides;
+  Strides v_scale_strides;
+  PagedRows pages;
   int64_t rows;
-  int64_t k_stride;  // of a row
-  int64_t v_stride;
-  int columns;  // heads * head_dim
+  int batch;          // of packed rows
+  int tokens;         // rows of a sequence; 0 where positions has one for each row, or packed
+  int num_sequences;  // of the page table or the contiguous cache
+  int heads;
+  int head_dim;
+  int computes_scales;
+};
+
+struct CacheGatherParams {
+  const void* k_cache;    // [num_pages, page_size, heads, head_dim]
+  const void* v_cache;    // like k_cache
+  void* k;                // [batch, max_length, heads, head_dim], contiguous
+  void* v;                // like k
+  const int* lengths;     // [batch], the keys of each sequence
+  const int* starts;      // [batch], the key of row 0; null: 0
+  const int* page_table;  // [batch, pages of a sequence], or null
+  const int* sequences;   // [batch], pages of a contiguous cache; null: page i is of sequence i
+  const float* k_scale;   // [num_pages, page_size, heads]; null unless the cache has 8 bits
+  const float* v_scale;   // like k_scale
+  Strides k_cache_strides;
+  Strides v_cache_strides;
+  Strides k_scale_strides;
+  Strides v_scale_strides;
+  PagedRows pages;
   int batch;
   int max_length;
+  int heads;
+  int head_dim;
 };
 
 // Packed sequences have batch stride 0, and cu_seqlens_q gives the first row.

@@ -17,7 +17,7 @@ from ..attention.checks import check as check_attention
 from ..attention.dispatch import forward
 from ..attention.foreign import refuse, refuses_foreign
 from ..attention.options import Extras, Options, plain_options
-from . import kernels, kv_cache, plans
+from . import cache_append, kernels, plans
 from .cached import ARRAYS, CACHES, CachedOptions, CachedShape
 
 attention_structs = header("attention/params.cuh")
@@ -163,7 +163,7 @@ class SeparatePlan:
                 sequences = library.arange(self.rows[0], positions) // seqlen
             # This reshapes to whole rows, which copies heads that do not lie side by side.
             new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
-            kv_cache.run(FUNCTION, library, (*new, *caches, where, sequences), ())
+            cache_append.run(FUNCTION, library, (*new, *caches, where, sequences), ())
             options = plain_options(FUNCTION, causal=seqlen > 1, scale=self.scale)
             arrays = (q, *caches, *Extras(seqused_k=positions + seqlen))
             return forward(FUNCTION, library, arrays, (options, False))[0]

@@ -12,10 +12,11 @@ from .cached import CachedShape
 
 work = header("decode/decode_work.cuh")
 
+CACHE_KINDS = ("", "int8", "float8_e4m3fn")  # dtypes, as narrow.cuh numbers them; "" is that of k
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # keys in a load of a warp, by head_dim
 MAX_ROWS = 16  # queries that one unit takes
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
-DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8, 16), 256: (8,)}  # by head_dim of the tiles
+DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8,), 256: (8,)}  # by head_dim of the tiles
 MOST_BLOCKS = 512  # of a grid that shares the keys
 DECODE_COUNTERS = 2 * MOST_BLOCKS  # of a launch; as many parts
 
@@ -40,11 +41,32 @@ class Embedding(RowsConfig):
     dependent: ClassVar[bool] = True
 
 
-class CacheAppend(RowsConfig):
-    """Keys and values into a cache."""
+@dataclasses.dataclass(frozen=True)
+class CacheAppend(KernelConfig):
+    """Keys and values into a cache; a warp has a head of a row.
+
+    Attributes:
+        kind: of the cache, an index into `CACHE_KINDS`.
+    """
 
     source: ClassVar[str] = "decode/cache_append.cu"
     threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
+
+    dtype: str
+    kind: int
+    vector: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGather(KernelConfig):
+    """Keys and values out of a cache; a thread has ``vector`` columns."""
+
+    source: ClassVar[str] = "decode/cache_gather.cu"
+    threads: ClassVar[int] = header("decode/cache_gather.cu").THREADS
+
+    dtype: str
+    kind: int
+    vector: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +155,9 @@ def _decode_arch(dtype: str, capability: tuple[int, int]) -> int | None:
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
     for dtype, switch in itertools.product(ITEM_SIZE, (False, True)):
         yield Embedding(dtype, vector(dtype, switch))
-        yield CacheAppend(dtype, vector(dtype, switch))
+        for kind in range(len(CACHE_KINDS)):
+            yield CacheAppend(dtype, kind, vector(dtype, switch))
+            yield CacheGather(dtype, kind, vector(dtype, switch))
         yield Sample(dtype, switch)
     for dtype, head_dim in itertools.product(ITEM_SIZE, range(64, 257, 64)):
         arch = _decode_arch(dtype, capability)

@@ -23,6 +23,7 @@ FUNCTION = "attention_with_cache"
 TENSORS = ("q", "k", "v", "k_cache", "v_cache", "out")
 ROWS = ("positions", "page_table", "sequences", "cu_seqlens_q", "alibi_slopes", "sinks", "leftpad")
 MAX_CAPACITY = 2**29  # keys of a sequence, so that sums of lengths and windows fit 32 bits
+MAX_KEYS = 2**31 - 1  # of a sequence, for kernels that know no windows
 MAX_WINDOW = 2**30
 MAX_ROUNDS = 2**30  # of all units together, so that their sums fit 32 bits
 
@@ -134,7 +135,7 @@ def _params(shape: CachedShape, options: CachedOptions, views: Mapping[str, View
         lse_batch_stride=0 if shape.packed else shape.heads_q * lse_rows,
         lse_head_stride=lse_rows,
         alibi_batch_stride=slopes.strides[0] if slopes and len(slopes.shape) == 2 else 0,
-        pages=paged_rows(shape, views),
+        pages=paged_rows(views),
         batch=shape.batch,
         seqlen=shape.seqlen_q,
         heads_kv=shape.heads_kv,
@@ -158,17 +159,19 @@ def _strides(shape: CachedShape, name: str, view: View | None) -> Any:
     return attention_structs.Strides(*view.strides[:3])
 
 
-def paged_rows(shape: CachedShape, views: Mapping[str, View]) -> Any:
+def paged_rows(views: Mapping[str, View]) -> Any:
     """The struct of the same name, by which kernels find the rows of keys."""
     table = views.get("page_table")
-    shift, multiplier = division(max(shape.page_size, 1))
+    pages, size = views["k_cache"].shape[:2]
+    shift, multiplier = division(max(size, 1))
+    length = size * (table.shape[1] if table else 1) if pages else 0
     return structs.PagedRows(
         table_stride=table.strides[0] if table else 0,
         multiplier=multiplier,
         shift=shift,
-        page_size=shape.page_size,
-        num_pages=shape.num_pages,
-        capacity=shape.max_length if shape.num_pages else 0,
+        page_size=size,
+        num_pages=pages,
+        capacity=min(length, MAX_KEYS),
     )
 
 
