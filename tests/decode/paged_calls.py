@@ -16,7 +16,7 @@ from unittest import mock
 import numpy
 import torch
 
-from cupyflash.ops.decode import kernels, plans
+from cupyflash.ops.decode import kernels, kv_cache, plans
 from cupyflash.ops.decode.cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
 from cupyflash.runtime.lookup import library_of
 from cupyflash.testing import assert_close_to_float64, to_numpy64
@@ -279,6 +279,107 @@ CASES = [
 ]  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A call that writes rows into a cache, and one that reads them back.
+
+    Attributes:
+        where: "slots", "keys" of a position for each row, or "packed" or "batch" after positions.
+        scales: the shape of the scales of a cache of 8 bits; "own" are computed.
+    """
+
+    where: str = "slots"
+    dtype: str = "bfloat16"
+    cache: str = ""  # "" is the dtype
+    scales: "tuple[int, ...] | str" = ()
+    head_dim: int = 64
+    page: int = 3
+
+    def check(self, device: str = "cpu") -> None:
+        rng = numpy.random.default_rng(len(repr(self)))
+        tensor = lambda x, kind: torch.tensor(numpy.asarray(x, kind)).to(device)  # noqa: E731
+        batch, heads, pages, width = 3, 2, 20, 6
+        counts = (2, 2, 2) if self.where == "batch" else (4, 0, 2)
+        total, starts = sum(counts), numpy.cumsum([0, *counts])
+        table = rng.permutation(pages)[: batch * width].reshape(batch, width)
+        positions = numpy.array([self.page + 1, 0, 2 * self.page - 1])
+        of = numpy.repeat(numpy.arange(batch), counts)
+        keys = positions[of] + numpy.arange(total) - starts[of]
+        slots = table[of, keys // self.page] * self.page + keys % self.page
+        shape = (total, heads, self.head_dim)
+        new = [
+            tensor(rng.normal(size=shape), "float32").to(getattr(torch, self.dtype)) for _ in "kv"
+        ]
+        new[0][0, 0] = 0  # whose own scale is 0
+        kind = getattr(torch, self.cache or self.dtype)
+        caches = [
+            torch.ones((pages, self.page, heads, self.head_dim)).to(device, kind) for _ in "kv"
+        ]
+        before, scales = [x.float().clone() for x in caches], [None, None]
+        if self.cache:
+            own = self.scales == "own"
+            size = (pages, self.page, heads) if own else self.scales
+            scales = [tensor(rng.uniform(0.01, 0.03, size), "float32") for _ in "kv"]
+        table[1, 1], where = -1, dict.fromkeys(kv_cache.APPENDED[4:9])
+        if self.where == "slots":
+            slots[1] = -1
+            where["slots"] = tensor(slots, "int64")
+        else:
+            where["page_table"] = tensor(table, "int32")
+            some = keys if self.where == "keys" else positions
+            where["positions"] = tensor(some, "int32")
+            where["sequences"] = tensor(of, "int32") if self.where == "keys" else None
+            where["cu_seqlens_q"] = tensor(starts, "int32") if self.where == "packed" else None
+        rows = [x.reshape(batch, 2, *shape[1:]) if self.where == "batch" else x for x in new]
+        library = library_of(new[0])
+        kv_cache.append("append", library, (*rows, *caches, *where.values(), *scales))
+        lengths, begins = tensor(positions + counts, "int32"), tensor([1, 0, 0], "int32")
+        places = (lengths, begins, tensor(table, "int32"), None, width * self.page)
+        back = kv_cache.gather("gather", library, new[0], tuple(caches), tuple(scales), *places)
+        for x, cache, old, scale, found in zip(new, caches, before, scales, back):
+            right = self._written(x.float(), old, slots, scale)
+            assert torch.equal(cache.float(), right)
+            whole = right if scale is None else right * scale.expand(right.shape[:3])[..., None]
+            for b, (first, last) in enumerate(zip((1, 0, 0), positions + counts)):
+                for i, key in enumerate(range(first, last)):
+                    page = max(table[b, key // self.page], 0)
+                    row = whole[page, key % self.page].to(getattr(torch, self.dtype))
+                    assert torch.equal(found[b, i], row)
+                assert found[b, last - first :].isnan().all() or device != "cpu"
+
+    def _written(self, x: Any, old: Any, slots: numpy.ndarray, scale: Any) -> torch.Tensor:
+        """The cache with the rows x in their slots, as float32."""
+        new, page = old.clone(), self.page
+        for row, slot in zip(x, slots.tolist()):
+            if slot < 0:
+                continue
+            if scale is not None:
+                if self.scales == "own":
+                    largest = 127 if self.cache == "int8" else 448
+                    size = row.abs().amax(-1) / largest
+                    assert torch.equal(scale[slot // page, slot % page], size)
+                    size = torch.where(size == 0, 1.0, size)
+                else:
+                    size = scale.expand(old.shape[:3])[slot // page, slot % page]
+                row = row / size[:, None]
+                kind = getattr(torch, self.cache)
+                most = (-128, 127) if self.cache == "int8" else (-448, 448)
+                row = row.round() if self.cache == "int8" else row
+                row = row.clamp(*most).to(kind).float()
+            new[slot // page, slot % page] = row
+        return new
+
+
+ROWS = [
+    Rows(),
+    Rows("keys", "float16", head_dim=72, page=16),
+    Rows("packed", "float32", head_dim=20, page=1),
+    Rows("batch", head_dim=256),
+    Rows("slots", cache="int8", scales="own", head_dim=128),
+    Rows("packed", "float16", "float8_e4m3fn", (2,)),
+    Rows("batch", "float32", "float8_e4m3fn", "own", head_dim=33),
+    Rows("keys", "bfloat16", "int8", ()),
+]
 LONG = Case((4500, 700), page=16, head_dim=128, group=2)  # parts in groups of 8, and of 16
 FIXED = Case((70, 400, 3), page=3, heads_kv=2, group=4, head_dim=128, num_splits=4, alibi=True)
 
@@ -307,10 +408,10 @@ def grid_of(blocks: "int | None") -> Iterator[None]:
 def run_emulated(folder: Path) -> None:
     import emulator
 
-    def run(case: Case, blocks: "int | None", check: Callable[[], None]) -> None:
+    def run(case: Any, blocks: "int | None", check: Callable[[], None], *names: str) -> None:
         with emulator.hopper(folder) as launched, grid_of(blocks):
             check()
-        assert {*launched} == {"flash_decode"}
+        assert {*launched} == {*names} or {*launched} == {"flash_decode"}
         print(f"{blocks} blocks, {case}")
 
     for number, case in enumerate(CASES):
@@ -319,6 +420,8 @@ def run_emulated(folder: Path) -> None:
     for blocks in (20, 75):
         run(LONG, blocks, Call(LONG).check)
     run(FIXED, None, lambda: check_fixed_splits(FIXED))
+    for rows in ROWS:
+        run(rows, None, rows.check, "cache_append", "cache_gather")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_emulated(tmp_path):
 @each_library(library="torch", device="cuda")
 def test_on_a_gpu(target):
     """The same calls, with more blocks, each twice: the counters are 0 again."""
-    from paged_calls import CASES, FIXED, LONG, Call, check_fixed_splits, grid_of
+    from paged_calls import CASES, FIXED, LONG, ROWS, Call, check_fixed_splits, grid_of
 
     for case in (*CASES, LONG):
         for blocks in (None, 1, 7, 400):
@@ -85,3 +85,5 @@ def test_on_a_gpu(target):
                 for _ in range(2):
                     Call(case, "cuda").check()
     check_fixed_splits(FIXED, "cuda")
+    for rows in ROWS:
+        rows.check("cuda")
