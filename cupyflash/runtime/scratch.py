@@ -42,7 +42,7 @@ from . import driver
 from .array import Array
 
 POOL_SIZE = 8192  # the number of launches or streams of a device that have counters of their own
-WIDE_POOL_SIZE = 2048  # the same where a launch needs more counters than `COUNTERS`
+WIDE_POOL_SIZE = 2048  # the same of those that need more than `COUNTERS`
 MAX_STREAMS = POOL_SIZE // 2  # streams that have counters; the rest is left to captured launches
 MAX_WORKSPACES = 32  # workspaces of a device's streams, for kernels that need more than counters
 COUNTERS = 64  # neighbouring counters of a launch; most kernels use only the first
@@ -227,17 +227,14 @@ def _c_library() -> ctypes.CDLL | None:
 
 
 class TileCounters:
-    """The counters of one device. A look-up by stream returns the bytes of their address.
-
-    Args:
-        width: counters of a launch.
+    """The counters of one device, ``width`` for a launch; a look-up by stream returns the bytes of
+    their address.
     """
 
     def __init__(self, device: int, width: int = COUNTERS) -> None:
         import cupy
 
-        self.width, size = width, POOL_SIZE if width == COUNTERS else WIDE_POOL_SIZE
-        self.streams = min(MAX_STREAMS, size // 2)
+        size, self.width = POOL_SIZE if width == COUNTERS else WIDE_POOL_SIZE, width
         self.current_stream = cupy.cuda.get_current_stream
         with cupy.cuda.Device(device):
             self.pool = cupy.zeros(size * width, cupy.int32)
@@ -254,19 +251,16 @@ class TileCounters:
         number = stream_number(pointer)
         found = self.of_stream.get(number)
         if found is None:
-            found = self._new() if len(self.of_stream) < self.streams else NULL
+            found = self._new() if len(self.of_stream) < MAX_STREAMS else NULL
             if found != NULL:
                 found = self.of_stream.setdefault(number, found)
         return found
 
-    def address(
-        self, stream: Any, library: Any, like: Array, count: int = 0
-    ) -> tuple[int, Array | None]:
+    def address(self, stream: Any, library: Any, like: Array, count: int = 0) -> tuple[int, Any]:
         """The address of the counters of a launch that needs them, and an array or None.
 
-        If graphs or other streams have taken all counters, or the launch needs more (``count``),
-        they are a new array, made by ``library`` on the device of ``like``. The caller must keep
-        that array until the launch is queued.
+        If all counters are taken, or the launch needs more (``count``), they are a new array, made
+        by ``library`` on the device of ``like``, which the caller keeps until the launch is queued.
         """
         counters = int.from_bytes(self(stream), "little") if count <= self.width else 0
         if counters:
