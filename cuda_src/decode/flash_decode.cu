@@ -291,7 +291,10 @@ __global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM, ROWS))
   __shared__ DecodeStorage<HEAD_DIM, ROWS> storage;
   launch_next_kernel();
   const Block block{params, storage};
-  if (!first_segment<ROWS, Block::KEYS>(params, storage.segments[0], storage.rounds)) return;
+  if (!first_segment<ROWS, Block::KEYS>(params, storage.segments[0], storage.rounds)) {
+    if (blockIdx.x == 0) wait_for_previous_kernel();  // one block of a grid must, the others may
+    return;
+  }
   typename Block::Tiles tiles;
   if (!params.appends || block.starts_new(storage.segments[0])) wait_for_previous_kernel();
   RowPlace next = block.begin(storage.segments[0], tiles);

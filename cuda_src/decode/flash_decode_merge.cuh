@@ -13,7 +13,6 @@
 #include "decode_work.cuh"
 
 constexpr int PARTS_AT_ONCE = 8;  // whose loads a thread has under way
-constexpr int MOST_PARTS = 1024;  // of a unit: 32 groups of 32
 
 // The softmax of a query over some of the keys: the largest score (times log2(e)) and the sum of
 // the weights relative to it. The weighted sum of the values is stored beside it, as `out`.
@@ -106,7 +105,8 @@ __device__ __forceinline__ void merge_parts(int count, int rows, PartOf part_of,
   }
 }
 
-// The parts of a unit that are merged together with part `own`: `count` from `first` on.
+// The parts of a unit that are merged together with part `own`: `count` from `first` on. There are
+// at most 32 groups of 32, as many as a warp has lanes.
 struct PartGroup {
   int size, first, count;
 
