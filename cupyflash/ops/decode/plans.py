@@ -21,7 +21,7 @@ structs = header("decode/params.cuh")
 
 FUNCTION = "attention_with_cache"
 TENSORS = ("q", "k", "v", "k_cache", "v_cache", "out")
-ROWS = ("positions", "page_table", "sequences", "cu_seqlens_q", "alibi_slopes", "sinks", "leftpad")
+POSITIONS, SCALES, OUT = map(ARRAYS.index, ("positions", "k_scale", "out"))
 MAX_CAPACITY = 2**29  # keys of a sequence, so that sums of lengths and windows fit 32 bits
 MAX_KEYS = 2**31 - 1  # of a sequence, for kernels that know no windows
 MAX_WINDOW = 2**30
@@ -100,8 +100,7 @@ class DecodePlan(Plan):
             arrays: in the order of `ARRAYS`.
             pointers: theirs, 0 for None.
         """
-        library, given, q = self.library, dict(zip(ARRAYS, arrays)), arrays[0]
-        out, at = given.get("out"), dict(zip(ARRAYS, pointers))
+        library, q, out = self.library, arrays[0], arrays[OUT]
         if out is None:
             out = library.empty(self.shape, self.strides, q)
         lse = None if self.lse_shape is None else library.empty_float32(self.lse_shape, q)
@@ -112,9 +111,8 @@ class DecodePlan(Plan):
             parts = library.empty_float32((self.parts * self.part_size,), q)
             counters, _own = self.counters.address(stream, library, q, self.parts)
             scratch = library.pointer(parts), counters
-        tensors = [at[name] for name in TENSORS[:-1]]
         results = library.pointer(out), 0 if lse is None else library.pointer(lse)
-        values = (*tensors, *results, *(at[name] for name in ROWS), *scratch)
+        values = (*pointers[:POSITIONS], *results, *pointers[POSITIONS:SCALES], *scratch)
         self.launch.start(stream, self.launch.argument(*values))
         return out, lse
 
