@@ -2,17 +2,20 @@
 
     python -m bench decode
     python -m bench decode --batch 1 --length 32768 131072 --output decode_long
+    python -m bench decode --model 32/8 --batch 32 --length 512 --longest 131072 --output ragged
 
-Heads of GPT-2 small, Llama 3 8B, Qwen 2.5 7B and Gemma 2 9B; batch 1, 8 and 32; 512 and 8192 tokens
-in the cache. The peers write the token into the cache and run SDPA on it, cupyflash does both in
-one launch. Bytes are those of the keys and values, each read once. Clock and rounds are those of
+Heads of GPT-2 small, Llama 3 8B, Qwen 2.5 7B and Gemma 2 9B, or of the numbers that the name gives
+(of q, and of k and v, of 128); batch 1, 8 and 32; 512 and 8192 tokens in the cache. The peers write
+the token into the cache and run SDPA on it, or with --attend-only just that; cupyflash does both in
+one launch. Several tokens, pages and sequences of two lengths are for cupyflash alone. Bytes are
+those of the keys and values, each read once. Clock and rounds are those of
 bench attention. Results are compared with float64 first; an implementation that is wrong is
 reported and left out. The exit status is 1 if cupyflash was wrong.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.lib import data, harness
@@ -26,76 +29,134 @@ HEADS = {  # of q, of k and v, head dim
     "qwen2.5-7b": (28, 4, 128),
     "gemma2-9b": (16, 8, 256),
 }
+ON_DEMAND = {"32/8": (32, 8, 128), "64/8": (64, 8, 128), "32/4": (32, 4, 128)}
 PROTOCOL = harness.CLOCK + "; gbps counts keys and values once"
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeProblem:
-    """One token of ``batch`` sequences, ``length`` with it."""
+    """New tokens of ``batch`` sequences, ``length`` with them.
+
+    Attributes:
+        page: keys of a page of the cache; 0 is a contiguous cache.
+        longest: the length of the last sequence; 0 is that of all.
+        attend_only: the peers find the keys in the cache.
+    """
 
     dtype: str
     model: str
     batch: int
     length: int
+    tokens: int = 1
+    page: int = 0
+    longest: int = 0
+    attend_only: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model} {self.dtype} B={self.batch} S={self.length}"
+        text = f"{self.model} {self.dtype} B={self.batch} S={self.length}"
+        others = {"N": self.tokens - 1 and self.tokens, "page": self.page, "longest": self.longest}
+        return " ".join((text, *(f"{name}={x}" for name, x in others.items() if x)))
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Those of q, those of k and v, their dimension."""
+        return (HEADS | ON_DEMAND)[self.model]
+
+    @property
+    def lengths(self) -> list[int]:
+        """That of each sequence."""
+        return [self.length] * (self.batch - 1) + [self.longest or self.length]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether SDPA computes it in one call."""
+        return self.tokens == 1 and not self.page and not self.longest
 
     @property
     def bytes(self) -> int:
         """The bytes of keys and values."""
-        _, heads_kv, head_dim = HEADS[self.model]
+        _, heads_kv, head_dim = self.heads
         item = 4 if self.dtype == "float32" else 2
-        return item * 2 * self.batch * self.length * heads_kv * head_dim
+        return item * 2 * sum(self.lengths) * heads_kv * head_dim
 
     def row(self, **fields: Any) -> Row:
         """A row of a results file."""
-        shape = {"model": self.model, "batch": self.batch, "length": self.length}
-        return {"op": "attention_with_cache", "problem": str(self), "dtype": self.dtype} | {
-            **shape,
-            **fields,
-        }
+        shape = dataclasses.asdict(self)
+        return {"op": "attention_with_cache", "problem": str(self), **shape, **fields}
 
     def tensors(self) -> tuple[Any, ...]:
-        """(q, k, v, k_cache, v_cache): the last row of the caches is the new one's."""
-        heads_q, heads_kv, head_dim = HEADS[self.model]
+        """(q, k, v, k_cache, v_cache): the last rows of a sequence are those of the new tokens."""
+        heads_q, heads_kv, head_dim = self.heads
         source = data.generator(0)
 
         def random(length: int, heads: int) -> Any:
             shape = (self.batch, length, heads, head_dim)
             return data.random(shape, self.dtype, source)
 
-        new = [random(1, heads) for heads in (heads_q, heads_kv, heads_kv)]
-        return *new, *(random(self.length, heads_kv) for _ in range(2))
+        new = [random(self.tokens, heads) for heads in (heads_q, heads_kv, heads_kv)]
+        return *new, *(random(max(self.lengths), heads_kv) for _ in range(2))
 
     def call(self, impl: str, tensors: tuple[Any, ...]) -> Callable[[], Any]:
-        """The token enters the caches and attends to them: out (batch, 1, heads_q, head_dim)."""
-        import torch
-
+        """The tokens enter the caches and attend to them: (batch, tokens, heads_q, head_dim)."""
         q, k, v, k_cache, v_cache = tensors
         if impl == "cupyflash":
-            import cupyflash
-
-            last = torch.full((self.batch,), self.length - 1, dtype=torch.int32, device=q.device)
-            return lambda: cupyflash.attention_with_cache(q, k, v, k_cache, v_cache, last)
+            return self._ours(tensors)
         provider = PROVIDERS[impl]
         attention = provider.load()
+        if not self.is_plain:
+            return lambda: self._one_by_one(attention, tensors)
         views = [x.transpose(1, 2) for x in (q, k_cache, v_cache)]
 
         def run() -> Any:
-            k_cache[:, -1:], v_cache[:, -1:] = k, v
+            if not self.attend_only:
+                k_cache[:, -1:], v_cache[:, -1:] = k, v
             with provider.scope():
                 return attention(*views, False).transpose(1, 2)
 
+        run()  # with the new token in the cache, whoever calls first
         return run
 
+    def _ours(self, tensors: tuple[Any, ...]) -> Callable[[], Any]:
+        import torch
 
-def problems(
-    dtypes: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
-) -> Iterator[DecodeProblem]:
-    """All of them."""
-    for dtype, model, batch, length in itertools.product(dtypes, HEADS, batches, lengths):
-        yield DecodeProblem(dtype, model, batch, length)
+        import cupyflash
+
+        q, k, v, *caches = tensors
+        int32 = {"dtype": torch.int32, "device": q.device}
+        positions = torch.tensor([n - self.tokens for n in self.lengths], **int32)
+        options = {}
+        if self.page:
+            per_sequence = -(-caches[0].shape[1] // self.page)
+            order = torch.randperm(self.batch * per_sequence).to(q.device)
+            caches = [self._in_pages(x, order) for x in caches]
+            options["page_table"] = order.reshape(self.batch, per_sequence).to(torch.int32)
+        return lambda: cupyflash.attention_with_cache(q, k, v, *caches, positions, **options)
+
+    def _in_pages(self, cache: Any, order: Any) -> Any:
+        """The pages of a contiguous cache; those of a sequence in this order."""
+        import torch
+
+        padding = -cache.shape[1] % self.page
+        padded = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, padding))
+        pages = padded.reshape(-1, self.page, *cache.shape[2:])
+        placed = torch.empty_like(pages)
+        placed[order] = pages
+        return placed
+
+    def _one_by_one(self, attention: Callable, tensors: tuple[Any, ...]) -> Any:
+        """The result, a token of a sequence after the other."""
+        import torch
+
+        q, k, v, *caches = tensors
+        out = torch.empty_like(q)
+        for b, length in enumerate(self.lengths):
+            for cache, new in zip(caches, (k, v)):
+                cache[b, length - self.tokens : length] = new[b]
+            for i in range(self.tokens):
+                seen = (x[b : b + 1, : length - self.tokens + i + 1] for x in caches)
+                views = [x.transpose(1, 2) for x in (q[b : b + 1, i : i + 1], *seen)]
+                out[b, i] = attention(*views, False)[0, :, 0]
+        return out
 
 
 def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
@@ -110,10 +171,18 @@ def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("decode", __doc__, impls=IMPLS, dtypes=True)
+    parser.add_argument("--model", nargs="+", choices=(*HEADS, *ON_DEMAND), default=[*HEADS])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--length", nargs="+", type=int, default=[512, 8192])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1])
+    parser.add_argument("--page", nargs="+", type=int, default=[0])
+    parser.add_argument("--longest", type=int, default=0)
+    parser.add_argument("--attend-only", action="store_true")
     options = parser.parse_args(arguments)
     run = harness.Run("decode", PROTOCOL, arguments, options)
-    for problem in run.each(problems(options.dtype, options.batch, options.length)):
-        run.compare_bytes(problem, options.impls, checked_call)
+    each = (options.dtype, options.model, options.batch, options.length, options.tokens)
+    for sizes in run.each(itertools.product(*each, options.page)):
+        problem = DecodeProblem(*sizes, options.longest, options.attend_only)
+        impls = options.impls if problem.is_plain else ["cupyflash"]
+        run.compare_bytes(problem, impls, checked_call)
     return run.finish(harness.table_of_bytes(run))

@@ -53,7 +53,7 @@ def hopper(card: Card = HOPPER) -> Iterator[None]:
         )
         change(launch, "dependent_possible", lambda capability: False)
         change(tensor_map.TensorMapSpec, "encode", lambda self, pointer: bytes(128))
-        change(scratch, "TileCounters", lambda device: _Counters())
+        change(scratch, "TileCounters", lambda device, width=scratch.COUNTERS: _Counters(width))
         yield
 
 
@@ -76,14 +76,17 @@ def _device(card: Card) -> type:
 class _Counters:
     """The counters of a device, which are 0 between launches; emulated kernels count on them."""
 
-    def __init__(self) -> None:
-        self.memory = (ctypes.c_int * scratch.COUNTERS)()
+    def __init__(self, width: int) -> None:
+        self.memory = (ctypes.c_int * width)()
 
     def __call__(self, stream: Any) -> bytes:
         return scratch.pack_pointer(ctypes.addressof(self.memory))
 
-    def address(self, stream: Any, library: Any, like: Any) -> tuple[int, None]:
-        return ctypes.addressof(self.memory), None
+    def address(self, stream: Any, library: Any, like: Any, count: int = 0) -> tuple[int, Any]:
+        if count <= len(self.memory):
+            return ctypes.addressof(self.memory), None
+        own = library.zeros_int32(count, like)
+        return library.pointer(own), own
 
     def is_capturing(self, stream: Any) -> bool:
         return False

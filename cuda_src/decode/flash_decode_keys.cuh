@@ -1,4 +1,4 @@
-// The keys and values of a warp in a decode step (flash_decode_step.cuh), loaded from global memory
+// The keys and values of a warp in a decode step (flash_decode.cu), loaded from global memory
 // straight into registers as mma operands.
 //
 // A product sums over 16 columns of keys and queries, in any order that is the same for both. So
@@ -7,11 +7,11 @@
 // have 64), and it will hold the output of these columns. The product with the values needs pairs
 // of neighbouring keys, which are made in registers by byte permutations.
 #pragma once
-#include "../attention/params.cuh"
 #include "../common/words.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/opaque.cuh"
+#include "decode_work.cuh"
 
 // The coordinates of lane 4 g + c of a warp. They are read anew each time, so that the compiler
 // does not keep offsets in registers.
@@ -24,42 +24,78 @@ struct QuadLane {
   }
 };
 
-// The keys and values of a head: the old ones in the cache, or the new tokens.
-template <typename T>
-struct KeyRows {
-  const T *k, *v;  // the first row of each
-  int k_stride, v_stride;
-  int count;  // at least 1
+// The rows of the keys and values of a segment (decode_work.cuh). A lane finds the row of one key
+// of a chunk, and the lanes of a fragment get theirs from it by shuffles. Keys that no row sees are
+// replaced by one that exists and is seen, because nobody may own the memory of the others.
+template <typename T, int KEYS>
+struct SegmentRows {
+  const FlashDecodeParams& params;
+  const Segment& segment;
 
-  __device__ KeyRows(const void* k, const void* v, const Strides& k_strides,
-                     const Strides& v_strides, int batch, int head, int count)
-      : k(static_cast<const T*>(k) + k_strides.at(batch, 0, head)),
-        v(static_cast<const T*>(v) + v_strides.at(batch, 0, head)),
-        k_stride(k_strides.row),
-        v_stride(v_strides.row),
-        count(count) {}
+  // The number of chunks in the cache; the one behind them is the new tokens.
+  __device__ int cached_chunks() const { return segment.sequence.cached_chunks<KEYS>(); }
 
-  __device__ const T* k_row(int i) const { return k + int64_t(min(i, count - 1)) * k_stride; }
-  __device__ const T* v_row(int i) const { return v + int64_t(min(i, count - 1)) * v_stride; }
+  // The number of the first key of a chunk.
+  __device__ int first_key(int chunk) const {
+    const DecodeSequence& s = segment.sequence;
+    return is_new(chunk) ? s.cached : (s.begin / KEYS + chunk) * KEYS;
+  }
+
+  __device__ bool is_new(int chunk) const { return params.appends && chunk == cached_chunks(); }
+
+  __device__ RowPlace place(int chunk) const {
+    const DecodeSequence& s = segment.sequence;
+    const int lane = threadIdx.x % KEYS;
+    if (is_new(chunk)) return {0, s.first_token + min(lane, s.tokens - 1)};
+    const int key = min(max(first_key(chunk) + lane, s.begin), s.cached - 1);
+    return place_of(params, segment.batch, key);
+  }
+
+  __device__ const T* k_row(int chunk, RowPlace at) const {
+    return is_new(chunk) ? row(params.k, params.k_strides, segment.batch, at.row)
+                         : row(params.k_cache, params.k_cache_strides,
+                               params.pages.existing(at.page), at.row);
+  }
+  __device__ const T* v_row(int chunk, RowPlace at) const {
+    return is_new(chunk) ? row(params.v, params.v_strides, segment.batch, at.row)
+                         : row(params.v_cache, params.v_cache_strides,
+                               params.pages.existing(at.page), at.row);
+  }
+
+ private:
+  __device__ const T* row(const void* data, const Strides& strides, int batch, int row) const {
+    return static_cast<const T*>(data) + strides.at(batch, row, segment.kv_head);
+  }
 };
 
+// The pointer of another lane.
+template <typename T>
+__device__ __forceinline__ const T* pointer_of(const T* pointer, int lane) {
+  const uint64_t address = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(pointer), lane);
+  return reinterpret_cast<const T*>(address);
+}
+
+// Keeps ptxas from moving the shuffles and loads of the next row or query before those that come
+// first: it would keep more addresses and queries in registers than there are.
+__device__ __forceinline__ void keep_order() { __syncwarp(); }
+
 // TILES tiles of 16 keys and values, in BLOCKS blocks of 64 columns, of which only the last may be
-// partial. Loads of rows and columns that do not exist read the last ones that do, so the addresses
-// are always valid, and a key that no query sees enters the products with weight 0.
+// partial. Loads of columns that do not exist read the last ones that do, so the addresses are
+// always valid. `mine` is the row of key number `lane % (16 * TILES)`.
 template <typename T, int TILES, int BLOCKS, int ARCH>
 struct KeyTiles {
   using Eight = Words<T, 8>;
   Eight k[TILES][2][2 * BLOCKS];  // keys g and g + 8, columns 32 i + 8 c
   Eight v[TILES][2][2][BLOCKS];   // keys 2c, 2c + 1, those + 8, columns 64 j + 8 g
 
-  // Loads the keys from `first` on.
-  __device__ void load_k(const KeyRows<T>& rows, int first, int head_dim) {
+  __device__ void load_k(const T* mine, int head_dim) {
     const QuadLane lane;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const T* row = rows.k_row(first + tile * 16 + half * 8 + lane.g);
+        keep_order();
+        const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.g);
 #pragma unroll
         for (int i = 0; i < 2 * BLOCKS; ++i) {
           const int column = i * 32 + lane.c * 8;
@@ -70,7 +106,7 @@ struct KeyTiles {
     }
   }
 
-  __device__ void load_v(const KeyRows<T>& rows, int first, int head_dim) {
+  __device__ void load_v(const T* mine, int head_dim) {
     const QuadLane lane;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -78,7 +114,8 @@ struct KeyTiles {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          const T* row = rows.v_row(first + tile * 16 + half * 8 + lane.c * 2 + odd);
+          keep_order();
+          const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.c * 2 + odd);
 #pragma unroll
           for (int j = 0; j < BLOCKS; ++j) {
             const int column = j * 64 + lane.g * 8;
@@ -90,27 +127,35 @@ struct KeyTiles {
     }
   }
 
-  // Adds K Q^T to s, the accumulators of 16 keys (rows g and g + 8) and 8 queries (columns 2c and
-  // 2c + 1). The queries lie in shared memory at `q` in the same order as the keys in k: for each i
+  // s = K Q^T, the accumulators of 16 keys (rows g and g + 8) and 8 queries (columns 2c and 2c + 1)
+  // each. The queries lie in shared memory at `q` in the same order as the keys in k: for each i
   // and lane the 16 bytes of query g.
-  __device__ void scores(float (&s)[TILES][4], uint32_t q) const {
+  template <int QUERY_TILES>
+  __device__ void scores(float (&s)[QUERY_TILES][TILES][4], uint32_t q) const {
 #pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; ++i) {
-      const uint4 query = ld_shared_128(q + (i * 32 + threadIdx.x % 32) * 16);
+    for (int n = 0; n < QUERY_TILES; ++n) {
 #pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        const Eight &x = k[tile][0][i], &y = k[tile][1][i];
-        const uint32_t low[4] = {x.words[0], y.words[0], x.words[1], y.words[1]};
-        const uint32_t high[4] = {x.words[2], y.words[2], x.words[3], y.words[3]};
-        mma_m16n8k16<T, ARCH>(s[tile], low, query.x, query.y);
-        mma_m16n8k16<T, ARCH>(s[tile], high, query.z, query.w);
+      for (int i = 0; i < 2 * BLOCKS; ++i) {
+        if (i % 2 == 0) keep_order();
+        const uint4 query = ld_shared_128(q + ((n * 2 * BLOCKS + i) * 32 + threadIdx.x % 32) * 16);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+          const Eight &x = k[tile][0][i], &y = k[tile][1][i];
+          const uint32_t low[4] = {x.words[0], y.words[0], x.words[1], y.words[1]};
+          const uint32_t high[4] = {x.words[2], y.words[2], x.words[3], y.words[3]};
+          mma_m16n8k16<T, ARCH>(s[n][tile], low, query.x, query.y);
+          mma_m16n8k16<T, ARCH>(s[n][tile], high, query.z, query.w);
+        }
       }
     }
   }
 
-  // O^T += V^T P^T. o[j][t] holds columns 64 j + 8 g + 2t (and + 1 in its second half) of queries
-  // 2c and 2c + 1; p[tile] holds keys 2c and 2c + 1 (and those + 8 in its second word) of query g.
-  __device__ void add_weighted(float (&o)[BLOCKS][4][4], const uint32_t (&p)[TILES][2]) const {
+  // O^T += V^T P^T. o[n][j][t] holds columns 64 j + 8 g + 2t (and + 1 in its second half) of
+  // queries 2c and 2c + 1; p[n][tile] holds keys 2c and 2c + 1 (and those + 8 in its second word)
+  // of query g.
+  template <int QUERY_TILES>
+  __device__ void add_weighted(float (&o)[QUERY_TILES][BLOCKS][4][4],
+                               const uint32_t (&p)[QUERY_TILES][TILES][2]) const {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
@@ -121,7 +166,9 @@ struct KeyTiles {
           const uint32_t z = v[tile][1][0][j].words[t], w = v[tile][1][1][j].words[t];
           const uint32_t a[4] = {__byte_perm(x, y, 0x5410), __byte_perm(x, y, 0x7632),
                                  __byte_perm(z, w, 0x5410), __byte_perm(z, w, 0x7632)};
-          mma_m16n8k16<T, ARCH>(o[j][t], a, p[tile][0], p[tile][1]);
+#pragma unroll
+          for (int n = 0; n < QUERY_TILES; ++n)
+            mma_m16n8k16<T, ARCH>(o[n][j][t], a, p[n][tile][0], p[n][tile][1]);
         }
       }
     }

@@ -1,17 +1,18 @@
-// Merges the partial results of a decode step of attention (flash_decode_step.cuh): those of warps,
-// of the blocks of a cluster, and of splits of the keys.
+// Merges the partial results of a decode step of attention (flash_decode.cu): those of the warps of
+// a block in shared memory, and those of the parts of a unit in global memory.
+//
+// Each part is counted when it has been stored, and the block that counts the last one merges. With
+// many parts that is done in two steps, groups of parts first, because a multiprocessor needs a
+// microsecond for each 60 KB that it reads. Nobody waits for another block, and the parts are added
+// up in their order, whoever does it.
 #pragma once
 #include "../common/types.cuh"
 #include "../common/warp.cuh"
 #include "../common/words.cuh"
 #include "../ptx/atomics.cuh"
-#include "../ptx/cluster.cuh"
+#include "decode_work.cuh"
 
-constexpr int NUM_WARPS = 4;
-constexpr int DECODE_THREADS = NUM_WARPS * 32;
-constexpr int ROWS = 8;         // queries of a cluster
-constexpr int MAX_SPLITS = 64;  // splits of the keys
-constexpr int SAVED_LOADS = 3;  // splits pay if they save a warp at least this number of loads
+constexpr int PARTS_AT_ONCE = 8;  // whose loads a thread has under way
 
 // The softmax of a query over some of the keys: the largest score (times log2(e)) and the sum of
 // the weights relative to it. The weighted sum of the values is stored beside it, as `out`.
@@ -20,22 +21,19 @@ struct Sum {
   float total;
 };
 
-// The partial results of a split, in global memory.
-template <int HEAD_DIM>
+// The result of a part, in global memory.
+template <int HEAD_DIM, int ROWS>
 struct alignas(16) DecodePart {
   float out[ROWS][HEAD_DIM];
   Sum sums[ROWS];
 };
 
-// The static shared memory of a block.
-template <int HEAD_DIM>
-struct DecodeStorage {
-  uint4 q[HEAD_DIM / 32][32];  // the queries, in the order of KeyTiles::scores
-  float out[NUM_WARPS][ROWS][HEAD_DIM];
-  Sum sums[NUM_WARPS][ROWS];
-  Sum merged[ROWS];  // the sums of the block, whose output is in out[0]
-  bool last;         // the result of is_last_split()
-};
+template <int HEAD_DIM, int ROWS>
+__device__ __forceinline__ void store_row(DecodePart<HEAD_DIM, ROWS>& to, int row, int column,
+                                          const float (&out)[4], Sum sum) {
+  *reinterpret_cast<float4*>(&to.out[row][column]) = make_float4(out[0], out[1], out[2], out[3]);
+  if (column == 0) to.sums[row] = sum;
+}
 
 // exp2(max - all), the weight of a part (or of a score) whose maximum is `max` among parts whose
 // maximum is `all`. It is 0 if none of them has seen a key.
@@ -43,89 +41,119 @@ __device__ __forceinline__ float weight_of(float max, float all) {
   return exp2_approx(max - (all == -INF ? 0.f : all));
 }
 
-// Merges one output column of a query from PARTS parts, and returns it relative to all.max.
-template <int PARTS, class SumOf, class OutOf>
-__device__ __forceinline__ float merge(Sum& all, SumOf sum_of, OutOf out_of) {
-  Sum sums[PARTS];
-  all = {-INF, 0.f};
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    sums[i] = sum_of(i);
-    all.max = fmaxf(all.max, sums[i].max);
-  }
-  float out = 0.f;
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i) {
-    const float weight = weight_of(sums[i].max, all.max);
-    all.total += weight * sums[i].total;
-    out += weight * out_of(i);
-  }
-  return out;
+__device__ __forceinline__ void add_weighted(float (&sum)[4], float weight, const uint4& x) {
+  sum[0] += weight * __uint_as_float(x.x);
+  sum[1] += weight * __uint_as_float(x.y);
+  sum[2] += weight * __uint_as_float(x.z);
+  sum[3] += weight * __uint_as_float(x.w);
 }
 
-// The number of splits, if a warp without splits would need `loads` loads for its keys. The time of
-// the loads falls as 1 / splits and that of the merge grows with the number of splits, so that
-// their sum is smallest at a multiple of the square root of `loads`.
-__device__ __forceinline__ int splits_of(int loads, int most) {
-  const int splits = min(min(loads, int(3.f * sqrtf(float(loads)))), most);
-  return loads - ceil_div(loads, max(splits, 1)) < SAVED_LOADS ? 1 : splits;
-}
-
-// Whether this split is the last of `splits` to finish; if so, its threads see what the others have
-// written. All threads of the blocks of a split call it after they have written their part, and
-// after a barrier.
-template <int CLUSTER>
-__device__ __forceinline__ bool is_last_split(bool& last, int* counter, int splits, int rank) {
-  if (rank == 0 && threadIdx.x == 0) {
-    const bool found = count_in(counter, splits - 1) == splits - 1;
-#pragma unroll
-    for (int i = 0; i < CLUSTER; ++i) *(CLUSTER > 1 ? cluster_shared(&last, i) : &last) = found;
-  }
-  CLUSTER > 1 ? cluster_sync() : __syncthreads();  // `last` is written
-  return last;
-}
-
-// Merges all splits, and calls write(row, column, out, sum) for each result. The blocks of the last
-// split call it. First the warps compute the weights of the splits; then each thread merges four
-// columns, by loads of 16 bytes, because the time is that of waiting for the loads.
-template <int CLUSTER, int HEAD_DIM, class Write>
-__device__ __forceinline__ void merge_splits(DecodeStorage<HEAD_DIM>& storage,
-                                             const DecodePart<HEAD_DIM>* parts, int splits,
-                                             int rows, int rank, Write write) {
-  static_assert(sizeof(*parts) == 4 * ROWS * (HEAD_DIM + 2), "as in kernels.py");
-  static_assert(ROWS * MAX_SPLITS * sizeof(float) <= sizeof(storage.out), "weights where out was");
-  auto* const weights = reinterpret_cast<float (*)[MAX_SPLITS]>(storage.out);  // [ROWS]
+// Merges up to 32 parts, of which number i is part_of(i), and calls write(row, column, out, sum)
+// for four columns at a time. A warp has two rows at a time, so each row belongs to one warp, and
+// the results may take the place of a part. The time is that of waiting for the loads, so many are
+// under way, those of the first parts beside those of the sums.
+template <int HEAD_DIM, class PartOf, class Write>
+__device__ __forceinline__ void merge_parts(int count, int rows, PartOf part_of, Write write) {
+  constexpr int PAIR = 2;
   const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < rows; row += NUM_WARPS) {
-    const auto sum_of = [&](int i) {
-      return ld_global_cg(reinterpret_cast<const float2*>(&parts[i].sums[row]));
-    };
-    Sum all = {-INF, 0.f};
-    for (int i = lane; i < splits; i += 32) all.max = fmaxf(all.max, sum_of(i).x);
-    all.max = warp_max(all.max);
-    for (int i = lane; i < splits; i += 32) {
-      const float2 sum = sum_of(i);
-      weights[row][i] = weight_of(sum.x, all.max);
-      all.total += weights[row][i] * sum.y;
-    }
-    all.total = warp_sum(all.total);
-    if (lane == 0) storage.merged[row] = all;
-  }
-  __syncthreads();  // the weights and the sums are complete
 #pragma unroll 1
-  for (int i = 4 * (rank * DECODE_THREADS + threadIdx.x); i < rows * HEAD_DIM;
-       i += 4 * CLUSTER * DECODE_THREADS) {
-    const int row = i / HEAD_DIM, column = i % HEAD_DIM;
-    float out[4] = {};
-#pragma unroll 8
-    for (int part = 0; part < splits; ++part) {
-      const float weight = weights[row][part];
-      const uint4 x = ld_global_cg_128(&parts[part].out[row][column]);
-      const Words<float, 4> four = {{x.x, x.y, x.z, x.w}};
+  for (int first_row = threadIdx.x / 32; first_row < rows; first_row += PAIR * NUM_WARPS) {
+    const auto row_of = [&](int i) { return min(first_row + i * NUM_WARPS, rows - 1); };
+    float2 own[PAIR];  // the sum of part number `lane`
 #pragma unroll
-      for (int j = 0; j < 4; ++j) out[j] += weight * four.at(j);
+    for (int i = 0; i < PAIR; ++i)
+      own[i] = ld_global_cg(
+          reinterpret_cast<const float2*>(&part_of(min(lane, count - 1)).sums[row_of(i)]));
+    Sum all[PAIR];
+    float weight[PAIR];
+#pragma unroll 1
+    for (int column = lane * 4; column - lane * 4 < HEAD_DIM; column += 128) {
+      const int valid_column = min(column, HEAD_DIM - 4);
+      float out[PAIR][4] = {};
+#pragma unroll 1
+      for (int first = 0; first < count; first += PARTS_AT_ONCE) {
+        uint4 x[PARTS_AT_ONCE][PAIR];
+#pragma unroll
+        for (int j = 0; j < PARTS_AT_ONCE; ++j) {
+          const auto& part = part_of(min(first + j, count - 1));
+#pragma unroll
+          for (int i = 0; i < PAIR; ++i)
+            x[j][i] = ld_global_cg_128(&part.out[row_of(i)][valid_column]);
+        }
+        if (first == 0) {
+#pragma unroll
+          for (int i = 0; i < PAIR; ++i) {
+            all[i].max = warp_max(own[i].x);
+            weight[i] = lane < count ? weight_of(own[i].x, all[i].max) : 0.f;
+            all[i].total = warp_sum(weight[i] * own[i].y);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < PARTS_AT_ONCE; ++j) {
+          if (first + j >= count) break;
+#pragma unroll
+          for (int i = 0; i < PAIR; ++i)
+            add_weighted(out[i], __shfl_sync(0xffffffffu, weight[i], first + j), x[j][i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < PAIR; ++i) {
+        const int row = first_row + i * NUM_WARPS;
+        if (row < rows && column < HEAD_DIM) write(row, column, out[i], all[i]);
+      }
     }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) write(row, column + j, out[j], storage.merged[row]);
+  }
+}
+
+// The parts of a unit that are merged together with part `own`: `count` from `first` on. There are
+// at most 32 groups of 32, as many as a warp has lanes.
+struct PartGroup {
+  int size, first, count;
+
+  __device__ PartGroup(int own, int parts)
+      : size(parts <= 2 * PARTS_AT_ONCE ? parts
+             : parts <= 64              ? 8
+             : parts <= 256             ? 16
+                                        : 32),
+        first(own / size * size),
+        count(min(size, parts - first)) {}
+};
+
+// Counts a part that all threads of the block have stored before a barrier. Returns whether it is
+// the last of its group; then the others are visible to this thread, and behind another barrier to
+// all. A unit has as many counters as parts, which are 0 before and after.
+__device__ __forceinline__ bool count_part(const Segment& s, int* counters, bool fixed) {
+  const PartGroup group(s.part, s.parts);
+  return count_acq_rel(counters + s.slot(group.first, fixed), group.count - 1) == group.count - 1;
+}
+
+// Merges the group of a part that was the last one, and then the groups if this one was the last.
+// All threads of the block call it; `parts` and `counters` are those of all units.
+template <int HEAD_DIM, int ROWS, class Write>
+__device__ __forceinline__ void merge_unit(DecodePart<HEAD_DIM, ROWS>* parts, int* counters,
+                                           const Segment& s, bool fixed, bool& last, Write write) {
+  static_assert(sizeof(*parts) == 4 * ROWS * (HEAD_DIM + 2), "as in kernels.py");
+  const PartGroup group(s.part, s.parts);
+  const int groups = ceil_div(s.parts, group.size);
+  int first = group.first, step = 1, count = group.count;
+#pragma unroll 1
+  for (;;) {
+    const bool whole = groups == 1 || step > 1;
+    auto& to = parts[s.slot(first, fixed)];
+    merge_parts<HEAD_DIM>(
+        count, s.rows, [&](int i) -> const auto& { return parts[s.slot(first + i * step, fixed)]; },
+        [&](int row, int column, const float (&out)[4], Sum sum) {
+          if (whole) return write(row, column, out, sum);
+          store_row(to, row, column, out, sum);
+        });
+    if (whole) return;
+    __syncthreads();  // the group is stored
+    if (threadIdx.x == 0) {
+      int* counter = counters + s.slot(1, fixed);  // no group begins there
+      last = count_acq_rel(counter, groups - 1) == groups - 1;
+    }
+    __syncthreads();  // `last` is written
+    if (!last) return;
+    first = 0, step = group.size, count = groups;
   }
 }

@@ -4,7 +4,7 @@
 // A kernel may begin early if its launch allows it (cupyflash/runtime/launch.py) and every block
 // of the kernel before it has called `launch_next_kernel` or has exited. Before
 // `wait_for_previous_kernel` it may read what the caller of such launches promises to be constant
-// (weights and biases, positions, older keys and values), prefetch into L2, and write to shared
+// (weights and biases, positions, page tables, older keys and values), prefetch into L2, and write to shared
 // memory. Everything else, above all every store to global memory, must come after the wait. These
 // rules suffice:
 //

@@ -44,9 +44,9 @@ def dependent_launches() -> Iterator[None]:
 
     It is valid for this thread. The caller promises that nothing in the context, and nothing on the
     stream that may still run, writes what such kernels read at once: weights and biases, and the
-    positions and the earlier keys and values of a cache. Work outside of a CUDA graph cannot break
-    the promise for launches that are captured into it, because a graph begins after all earlier
-    work on its stream has ended.
+    positions, page tables and earlier keys and values of a cache. Work outside of a CUDA graph
+    cannot break the promise for launches that are captured into it, because a graph begins after
+    all earlier work on its stream has ended.
     """
     before, _thread.dependent = _thread.dependent, True
     try:

@@ -14,9 +14,9 @@ next array that CuPy allocates outside of captures frees it (`CupyLibrary.held`)
 
 **Counters.** Persistent blocks take their tiles from a counter (``next_tile_index`` in
 tile_order.cuh), or find out by it which of them is the last (weight_shares.cuh). A launch gets
-`COUNTERS` counters. They are 0 between launches, so launches that follow each other, as those on
-one stream do, may share them. A launch that is captured into a CUDA graph may later run beside any
-other, so it has counters of its own as long as the graph exists.
+`COUNTERS` counters, or more from another pool. They are 0 between launches, so launches that follow
+each other, as those on one stream do, may share them. A launch that is captured into a CUDA graph
+may later run beside any other, so it has counters of its own as long as the graph exists.
 
 **Streams.** The handle of a stream does not say which stream it is. CUDA gives the handle of a
 stream that has been destroyed to the next one at once, also while work of the first is pending, and
@@ -42,6 +42,7 @@ from . import driver
 from .array import Array
 
 POOL_SIZE = 8192  # the number of launches or streams of a device that have counters of their own
+WIDE_POOL_SIZE = 2048  # the same of those that need more than `COUNTERS`
 MAX_STREAMS = POOL_SIZE // 2  # streams that have counters; the rest is left to captured launches
 MAX_WORKSPACES = 32  # workspaces of a device's streams, for kernels that need more than counters
 COUNTERS = 64  # neighbouring counters of a launch; most kernels use only the first
@@ -226,17 +227,20 @@ def _c_library() -> ctypes.CDLL | None:
 
 
 class TileCounters:
-    """The counters of one device. A look-up by stream returns the bytes of their address."""
+    """The counters of one device, ``width`` for a launch; a look-up by stream returns the bytes of
+    their address.
+    """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, width: int = COUNTERS) -> None:
         import cupy
 
+        size, self.width = POOL_SIZE if width == COUNTERS else WIDE_POOL_SIZE, width
         self.current_stream = cupy.cuda.get_current_stream
         with cupy.cuda.Device(device):
-            self.pool = cupy.zeros(POOL_SIZE * COUNTERS, cupy.int32)
+            self.pool = cupy.zeros(size * width, cupy.int32)
             cupy.cuda.get_current_stream().synchronize()  # before any other stream counts
         # The free numbers. pop() and append() are atomic, so other threads cannot interfere.
-        self.numbers = list(reversed(range(POOL_SIZE)))
+        self.numbers = list(reversed(range(size)))
         self.of_stream: dict[int, bytes] = {}  # keys: `stream_number`
 
     def __call__(self, stream: Any) -> bytes:
@@ -252,17 +256,16 @@ class TileCounters:
                 found = self.of_stream.setdefault(number, found)
         return found
 
-    def address(self, stream: Any, library: Any, like: Array) -> tuple[int, Array | None]:
+    def address(self, stream: Any, library: Any, like: Array, count: int = 0) -> tuple[int, Any]:
         """The address of the counters of a launch that needs them, and an array or None.
 
-        If graphs or other streams have taken all counters, they are a new array, made by
-        ``library`` on the device of ``like``. The caller must keep that array until the launch is
-        queued.
+        If all counters are taken, or the launch needs more (``count``), they are a new array, made
+        by ``library`` on the device of ``like``, which the caller keeps until the launch is queued.
         """
-        counters = int.from_bytes(self(stream), "little")
+        counters = int.from_bytes(self(stream), "little") if count <= self.width else 0
         if counters:
             return counters, None
-        own = library.zeros_int32(COUNTERS, like)
+        own = library.zeros_int32(max(count, self.width), like)
         return library.pointer(own), own
 
     def is_capturing(self, stream: Any) -> bool:
@@ -287,10 +290,10 @@ class TileCounters:
         return self._at(number)
 
     def _at(self, number: int) -> bytes:
-        return pack_pointer(self.pool.data.ptr + 4 * COUNTERS * number)
+        return pack_pointer(self.pool.data.ptr + 4 * self.width * number)
 
 
 @functools.cache
-def tile_counters(device: int) -> TileCounters:
-    """The counters of a device."""
-    return TileCounters(device)
+def tile_counters(device: int, width: int = COUNTERS) -> TileCounters:
+    """The counters of a device, ``width`` for a launch."""
+    return TileCounters(device, width)

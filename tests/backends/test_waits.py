@@ -33,8 +33,6 @@ KNOWN = {
     "common/grid_barrier.cuh": GRID,
     "block/decode_stack.cu": GRID,
     "norm/norm_bwd.cu": GRID,
-    "decode/flash_decode_merge.cuh": CLUSTER,
-    "decode/flash_decode_step.cuh": f"{CLUSTER}; a cluster has one split, which ends as a whole",
     "block/outputs.cuh": "loads words that the same block has written, once",
     "block/tagged_words.cuh": "each word is a row of one block, which sends it in every round: "
     "test_rows_of_the_decode_stack",

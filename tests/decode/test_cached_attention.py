@@ -4,17 +4,13 @@ import numpy
 import pytest
 from arrays import integers, normal, stored
 from devices import memory
-from fakes import fresh_plans
 from matrix import each, each_library
 from targets import has_tensor_cores
 from wrong_calls import NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
-from cupyflash.ops.decode import cached_attention, kernels
-from cupyflash.runtime.structs import header
+from cupyflash.ops.decode import cached_attention, plans
 from cupyflash.testing import assert_close_to_float64, to_numpy64
-
-structs = header("attention/params.cuh")
 
 # (new tokens, heads of keys, queries of each, head_dim, length of the cache)
 SHAPES = [
@@ -109,7 +105,7 @@ def test_unaligned(target):
 @each_library(device="cuda")
 @pytest.mark.parametrize("batch", [3, 40, 200])
 def test_many_sequences(target, batch):
-    """Clusters of every size, and single blocks."""
+    """Shares from a part of a sequence to several of them."""
     for length in (20, 130, 700):
         check(*problem(target, "float16", (1, 2, 1, 64, length), batch), "float16")
 
@@ -118,14 +114,14 @@ def test_many_sequences(target, batch):
 def test_is_one_launch(target, monkeypatch):
     """What the tests above compare is the kernel for few tokens, and only where it can be."""
     taken = []
-    plan = cached_attention.DecodePlan
+    plan = plans.DecodePlan
 
     class Counted(plan):
         def __init__(self, *arguments):
             taken.append(True)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(cached_attention, "DecodePlan", Counted)
+    monkeypatch.setattr(plans, "DecodePlan", Counted)
     for backend, shape, count in (
         (None, SHAPES[2], 1),
         ("simt", SHAPES[2], 0),
@@ -137,53 +133,6 @@ def test_is_one_launch(target, monkeypatch):
             attention_with_cache(*problem(target, "float16", shape)[0])
         assert len(taken) == count
     cached_attention._plans.clear()
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("heads", [1, 8, 64, 65])
-def test_splits(capability, head_dim, heads):
-    """Long caches of few heads are split, as far as the parts run at once and have work."""
-    for length in (1, 500, 3000, 8192, 10**6):
-        sizes = {"seqlen_q": 1, "seqlen_k": length, "heads_q": heads, "heads_kv": heads}
-        shape = structs.AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
-        config = kernels.flash_decode("float16", shape, capability, 132)
-        at_once = 400 // config.cluster
-        splits = kernels.splits(config, shape, at_once)
-        loads = -(-length // kernels.DECODE_KEYS[head_dim])
-        warps = splits * config.cluster * kernels.DECODE_WARPS
-        assert splits == 1 or (heads * splits <= at_once and loads >= warps)
-        if length == 10**6 and heads <= 64:
-            assert splits == kernels.merge.MAX_SPLITS or heads * (splits + 1) > at_once
-
-
-@pytest.mark.parametrize(
-    "heads, head_dim, length, cluster",
-    [
-        *[(8, 128, 8192, 8), (40, 128, 500, 4), (32, 128, 8192, 8), (140, 128, 500, 1)],
-        *[(8, 128, 10**6, 1), (1, 128, 10**6, 8), (32, 128, 10**6, 8), (40, 128, 10**5, 1)],
-        *[(32, 256, 500, 4), (64, 256, 500, 2), (128, 256, 500, 2)],  # that run at once
-    ],
-)
-def test_clusters(heads, head_dim, length, cluster):
-    """As many blocks as an H200 can have, without those where they gain nothing."""
-    sizes = {"seqlen_q": 1, "seqlen_k": length, "heads_q": heads, "heads_kv": heads}
-    shape = structs.AttentionShape(batch=1, head_dim=head_dim, scale=1.0, **sizes)
-    assert kernels.flash_decode("float16", shape, (9, 0), 132).cluster == cluster
-    assert kernels.flash_decode("float16", shape, (8, 0), 132).cluster == 1
-
-
-@each_library(device="cuda")
-def test_splits_of_blocks_alone(target, monkeypatch):
-    """As caches so long that a test would take its time have them on every GPU."""
-    monkeypatch.setattr(kernels, "_is_long", lambda *_: True)
-    fresh_plans(monkeypatch, cached_attention)
-    for shape in ((1, 2, 3, 128, 4000), (2, 1, 1, 64, 9000), (1, 1, 8, 200, 3000)):
-        check(*problem(target, "float16", shape, batch=5), "float16")
-    plans = cached_attention._plans.values()
-    launches = [plan.launch for plan in plans if isinstance(plan, cached_attention.DecodePlan)]
-    assert len(launches) == (3 if has_tensor_cores() else 0)
-    assert all(launch.has_scratch for launch in launches)
 
 
 @each_library(device="cuda")

@@ -6,8 +6,8 @@ from arrays import integers, normal, stored
 from matrix import each_library
 from wrong_calls import INTEGER, NUMBER, array, check_refused
 
+from cupyflash.ops.decode.cache_append import cache_append
 from cupyflash.ops.decode.embedding import embedding
-from cupyflash.ops.decode.kv_cache import cache_append
 from cupyflash.ops.decode.reference import ONE, weights
 from cupyflash.ops.decode.sampling import DecodeState, Sampling, sample
 from cupyflash.testing import assert_close_to_float64, to_numpy64

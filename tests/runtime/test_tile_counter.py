@@ -118,3 +118,12 @@ def test_a_launch_that_needs_counters_gets_zeros_of_its_own(counters_of):
     assert counters.address(Stream(5), library, "x") == (POOL, None) and made == []
     assert counters.address(Stream(6), library, "x") == (8192, "zeros")
     assert made == [(COUNTERS, "x")]
+    for count in (COUNTERS, COUNTERS + 1):
+        counters.address(Stream(5), library, "x", count)
+    assert made[1:] == [(COUNTERS + 1, "x")]
+
+
+def test_wide_counters_do_not_overlap(cupy):
+    counters = TileCounters(0, 1024)
+    first, second = (int.from_bytes(counters(Stream(ptr)), "little") for ptr in (5, 6))
+    assert second - first == 4 * 1024

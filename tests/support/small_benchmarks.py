@@ -134,8 +134,8 @@ BENCHMARKS = {
         {"norm.problems.SHAPES": NORMS},
     ),
     "decode": Small(
-        "--dtype float32 --impls cupyflash sdpa-math --batch 1 3 --length 9",
-        2 * 2,
+        "--dtype float32 --impls cupyflash sdpa-math --batch 1 3 --length 9 --tokens 1 2",
+        2 * (2 + 1),
         {"decode.decode.HEADS": {"small": (4, 2, 16)}},
     ),
     "transformer": Small(

@@ -436,9 +436,9 @@ def test_the_switch_reaches_the_plan(target, monkeypatch):
 
 def operatorless(target):
     """name: (function, arrays by argument)."""
+    from cupyflash.ops.decode.cache_append import cache_append
     from cupyflash.ops.decode.cached_attention import attention_with_cache
     from cupyflash.ops.decode.embedding import embedding
-    from cupyflash.ops.decode.kv_cache import cache_append
     from cupyflash.ops.decode.sampling import sample
 
     dtype = target.dtypes[0]

@@ -1,19 +1,15 @@
 """Attention of new tokens to a cache of keys and values, which they enter: in one launch if few."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ... import environment
 from ...runtime.array import Array, ArrayT, View
-from ...runtime.checks import plain_real, require_grid
-from ...runtime.config import ITEM_SIZE
-from ...runtime.gpu import capability_of, multiprocessors
-from ...runtime.launch import Launch, clusters_at_once
-from ...runtime.operation import Operation, Plan, Plans, is_followed
+from ...runtime.checks import plain_real
+from ...runtime.operation import Operation, Plans, is_followed
 from ...runtime.overlap import Written
 from ...runtime.rows import is_contiguous
-from ...runtime.scratch import array_operations, tile_counters
+from ...runtime.scratch import array_operations
 from ...runtime.specs import Spec, views_of
 from ...runtime.structs import header
 from ..attention.checks import MAX_HEAD_DIM
@@ -21,14 +17,12 @@ from ..attention.checks import check as check_attention
 from ..attention.dispatch import forward
 from ..attention.foreign import refuse, refuses_foreign
 from ..attention.options import Extras, Options, plain_options
-from . import kernels, kv_cache
-from .kv_cache import CACHES
+from . import cache_append, kernels, plans
+from .cached import ARRAYS, CACHES, CachedOptions, CachedShape
 
 attention_structs = header("attention/params.cuh")
-structs = header("decode/params.cuh")
 
 FUNCTION = "attention_with_cache"
-MAX_STEP = 2**31  # elements from key to key
 NEW = Spec(("batch", "seqlen", "heads_kv", "head_dim"), strides=1)
 CACHE = Spec(("batch", "max_length", "heads_kv", "head_dim"), strides=1)
 SPECS = {
@@ -39,9 +33,8 @@ SPECS = {
     "v_cache": CACHE,
     "positions": Spec(("batch",), "int32"),
 }
-TENSORS = tuple(SPECS)[:-1]
 
-_plans = Plans(wide=len(TENSORS))
+_plans = Plans(wide=5)
 
 
 @refuses_foreign
@@ -121,64 +114,20 @@ def run(
 ATTENTION = Operation(run, native="q")
 
 
-class DecodePlan(Plan):
-    """Attention with a cache in one launch.
+class OneLaunch:
+    """A call that one launch computes.
 
     Attributes:
         written: for the check of the addresses, as in the other plans.
     """
 
-    def __init__(
-        self,
-        library: Any,
-        config: kernels.FlashDecode | kernels.FlashDecodeCluster,
-        shape: attention_structs.AttentionShape,
-        views: Mapping[str, View],
-    ) -> None:
-        q = views["q"]
-        super().__init__(q.device)
-        self.written = Written(FUNCTION, views, CACHES)
-        self.library, self.shape = library, q.shape
-        self.strides = library.strides_of_empty(q.shape, q)
-        self.empty = math.prod(q.shape) == 0
-        if self.empty:
-            return
-        splits = kernels.splits(config, shape, clusters_at_once(config, q.device))
-        params = structs.FlashDecodeParams(
-            **{
-                f"{name}_strides": attention_structs.Strides(*views[name].strides[:3])
-                for name in TENSORS
-            },
-            out_strides=attention_structs.Strides(*self.strides[:3]),
-            seqlen=shape.seqlen_q,
-            heads_kv=shape.heads_kv,
-            group=shape.heads_q // shape.heads_kv,
-            head_dim=shape.head_dim,
-            max_length=shape.seqlen_k,
-            splits=splits,
-            scale_log2=math.log2(math.e) * shape.scale,
-        )
-        parts = kernels.decode_units(shape) * splits
-        grid = require_grid(FUNCTION, parts * config.cluster, q.shape)
-        self.launch = Launch(config, q.device, grid, params)
-        self.parts_size = parts * kernels.part_size(config.head_dim) if splits > 1 else 0
-        self.launch.has_scratch = splits > 1
-        self.counters = tile_counters(q.device)
+    def __init__(self, plan: plans.DecodePlan, views: Mapping[str, View]) -> None:
+        self.plan, self.written = plan, Written(FUNCTION, views, CACHES)
 
-    def run(self, arrays: tuple[Array, ...], pointers: list[int]) -> Array:
+    def __call__(self, arrays: tuple[Array, ...], pointers: list[int]) -> Array:
         """The result; ``arrays`` and ``pointers`` are of q, k, v, k_cache, v_cache, positions."""
-        out = self.library.empty(self.shape, self.strides, arrays[0])
-        if not self.empty:
-            library, (*tensors, positions) = self.library, pointers
-            stream = library.stream(self.device_id)
-            scratch = 0, 0
-            if self.parts_size:
-                parts = library.empty_float32((self.parts_size,), arrays[0])
-                counters, _own = self.counters.address(stream, library, arrays[0])
-                scratch = library.pointer(parts), counters
-            values = (*tensors, library.pointer(out), positions, *scratch)
-            self.launch.start(stream, self.launch.argument(*values))
-        return out
+        absent = len(ARRAYS) - len(arrays)
+        return self.plan((*arrays, *[None] * absent), (*pointers, *[0] * absent))[0]
 
 
 class SeparatePlan:
@@ -214,7 +163,7 @@ class SeparatePlan:
                 sequences = library.arange(self.rows[0], positions) // seqlen
             # This reshapes to whole rows, which copies heads that do not lie side by side.
             new = (x.reshape(self.rows).reshape(self.rows[0], *x.shape[2:]) for x in (k, v))
-            kv_cache.run(FUNCTION, library, (*new, *caches, where, sequences), ())
+            cache_append.run(FUNCTION, library, (*new, *caches, where, sequences), ())
             options = plain_options(FUNCTION, causal=seqlen > 1, scale=self.scale)
             arrays = (q, *caches, *Extras(seqused_k=positions + seqlen))
             return forward(FUNCTION, library, arrays, (options, False))[0]
@@ -228,30 +177,25 @@ class SeparatePlan:
 
 def _plan(
     library: Any, shape: attention_structs.AttentionShape, views: dict[str, View], aligned: bool
-) -> DecodePlan | SeparatePlan:
-    config = _config(shape, views, aligned)
-    if config is None:
-        return SeparatePlan(library, shape, views)
-    return DecodePlan(library, config, shape, views)
-
-
-def _config(
-    shape: attention_structs.AttentionShape, views: dict[str, View], aligned: bool
-) -> kernels.FlashDecode | kernels.FlashDecodeCluster | None:
-    """The kernel that takes this in one launch, if there is one."""
-    device, backend = views["q"].device, environment.current().backend
-    steps = {
-        name: [step for n, step in zip(views[name].shape[:3], views[name].strides) if n > 1]
-        for name in TENSORS
-    }
-    item = ITEM_SIZE[views["q"].dtype]
-    if not aligned or backend == "simt" or any(n * item % 16 for x in steps.values() for n in x):
-        return None
-    rows = [(views[name].shape[1], views[name].strides[1]) for name in TENSORS[1:]]
-    if any(n > 1 and abs(step) >= MAX_STEP for n, step in rows):
-        return None
-    capability = min(capability_of(device), (8, 9) if backend == "sm80" else (99, 0))
-    return kernels.flash_decode(views["q"].dtype, shape, capability, multiprocessors(device))
+) -> OneLaunch | SeparatePlan:
+    batch, length = views["k_cache"].shape[:2]
+    sizes = CachedShape(
+        batch=batch,
+        seqlen_q=shape.seqlen_q,
+        total_q=batch * shape.seqlen_q,
+        heads_q=shape.heads_q,
+        heads_kv=shape.heads_kv,
+        head_dim=shape.head_dim,
+        num_pages=batch,
+        page_size=length,
+        max_pages=1,
+        packed=False,
+        appends=True,
+        counted=True,
+        aligned=aligned,
+    )
+    plan = plans.decode_plan(library, sizes, CachedOptions(shape.scale), views)
+    return OneLaunch(plan, views) if plan else SeparatePlan(library, shape, views)
 
 
 def _check(

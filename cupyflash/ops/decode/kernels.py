@@ -2,25 +2,23 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import ClassVar
 
 from ...runtime.config import ITEM_SIZE, KernelConfig, vector_width
 from ...runtime.gpu import architecture
-from ...runtime.scratch import COUNTERS
 from ...runtime.structs import header
+from .cached import CachedShape
 
-attention_structs = header("attention/params.cuh")
-merge = header("decode/flash_decode_merge.cuh")
+work = header("decode/decode_work.cuh")
 
-DECODE_WARPS, DECODE_ROWS = merge.NUM_WARPS, merge.ROWS  # warps and queries of a block
+CACHE_KINDS = ("", "int8", "float8_e4m3fn")  # dtypes, as narrow.cuh numbers them; "" is that of k
 DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # keys in a load of a warp, by head_dim
+MAX_ROWS = 16  # queries that one unit takes
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
-MAX_CLUSTER = 8
-# On an H200, clusters of four or eight use this part of the blocks that can run.
-CLUSTERED = 10 / 11
-LONG_BYTES = 768 << 10  # so many bytes of keys and values are long work for a block
+DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8,), 256: (8,)}  # by head_dim of the tiles
+MOST_BLOCKS = 512  # of a grid that shares the keys
+DECODE_COUNTERS = 2 * MOST_BLOCKS  # of a launch; as many parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,24 +41,45 @@ class Embedding(RowsConfig):
     dependent: ClassVar[bool] = True
 
 
-class CacheAppend(RowsConfig):
-    """Keys and values into a cache."""
+@dataclasses.dataclass(frozen=True)
+class CacheAppend(KernelConfig):
+    """Keys and values into a cache; a warp has a head of a row.
+
+    Attributes:
+        kind: of the cache, an index into `CACHE_KINDS`.
+    """
 
     source: ClassVar[str] = "decode/cache_append.cu"
     threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
 
+    dtype: str
+    kind: int
+    vector: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGather(KernelConfig):
+    """Keys and values out of a cache; a thread has ``vector`` columns."""
+
+    source: ClassVar[str] = "decode/cache_gather.cu"
+    threads: ClassVar[int] = header("decode/cache_gather.cu").THREADS
+
+    dtype: str
+    kind: int
+    vector: int
+
 
 @dataclasses.dataclass(frozen=True)
 class FlashDecode(KernelConfig):
-    """Attention of a few tokens to a cache; a block has some queries of a head of keys."""
+    """Attention of a few tokens to a cache; ``rows`` queries meet the keys of a head at once."""
 
     source: ClassVar[str] = "decode/flash_decode.cu"
     dependent: ClassVar[bool] = True
-    cluster: ClassVar[int] = 1
-    threads: ClassVar[int] = 32 * DECODE_WARPS
+    threads: ClassVar[int] = work.DECODE_THREADS
 
     dtype: str
     head_dim: int
+    rows: int
     arch: int
 
     @property
@@ -68,20 +87,12 @@ class FlashDecode(KernelConfig):
         """Blocks that a multiprocessor runs at a time."""
         if self.head_dim > 192 and self.arch == 75:
             return 1  # it has 64 KB of shared memory
-        return 3 if self.head_dim <= 128 else 2
+        return 3 if self.head_dim <= 128 and self.rows == 8 else 2
 
-
-@dataclasses.dataclass(frozen=True)
-class FlashDecodeCluster(KernelConfig):
-    """The same by clusters of blocks that share the keys."""
-
-    source: ClassVar[str] = "decode/flash_decode_cluster.cu"
-    dependent: ClassVar[bool] = True
-    threads: ClassVar[int] = 32 * DECODE_WARPS
-
-    dtype: str
-    head_dim: int
-    cluster: int
+    @property
+    def part_size(self) -> int:
+        """Floats of DecodePart in flash_decode_merge.cuh."""
+        return self.rows * (self.head_dim + 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,75 +111,40 @@ def vector(dtype: str, aligned: bool) -> int:
     return vector_width(dtype) if aligned else 1
 
 
-def decode_units(shape: attention_structs.AttentionShape) -> int:
-    """Heads of keys with up to eight queries: blocks or clusters, or splits of them."""
-    rows = shape.seqlen_q * (shape.heads_q // shape.heads_kv) if shape.heads_kv else 0
-    return shape.batch * shape.heads_kv * -(-rows // DECODE_ROWS)
-
-
-def part_size(head_dim: int) -> int:
-    """Floats of DecodePart in flash_decode_merge.cuh."""
-    return DECODE_ROWS * (head_dim + 2)
-
-
-def flash_decode(
-    dtype: str,
-    shape: attention_structs.AttentionShape,
-    capability: tuple[int, int],
-    multiprocessors: int,
-) -> FlashDecode | FlashDecodeCluster | None:
-    """The kernel for new tokens and a cache of `shape`; None if another way is faster or needed.
-
-    Blocks share the keys until every warp has a single load of them, or the GPU is full: clusters,
-    as long as all of them run at once, or, where those would leave half of the GPU empty and the
-    work is long, splits of blocks alone.
-    """
-    arch = _decode_arch(dtype, capability)
-    if arch is None or shape.seqlen_q > MAX_TOKENS:
+def flash_decode(dtype: str, shape: CachedShape, capability: tuple[int, int]) -> FlashDecode | None:
+    """The kernel for new tokens and a cache; None if another way is faster or needed."""
+    arch, rows = _decode_arch(dtype, capability), decode_rows(shape)
+    if arch is None or (shape.seqlen_q > MAX_TOKENS and rows > MAX_ROWS):
         return None
-    head_dim, units, cluster = -(-shape.head_dim // 64) * 64, decode_units(shape), 1
-    alone = FlashDecode(dtype, head_dim, arch)
-    at_once = multiprocessors * alone.blocks
-    while (
-        arch == 90
-        and cluster < MAX_CLUSTER
-        and cluster * DECODE_WARPS <= _loads(shape, head_dim)
-        and units * cluster < multiprocessors
-        and (cluster == 1 or units * cluster * 2 <= at_once * CLUSTERED)
-    ):
-        cluster *= 2
-    half_empty = units * cluster * 2 <= at_once
-    if cluster == 1 or (half_empty and _is_long(alone, shape, at_once)):
-        return alone
-    return FlashDecodeCluster(dtype, head_dim, cluster)
+    head_dim = -(-shape.head_dim // 64) * 64
+    fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
+    return FlashDecode(dtype, head_dim, fitting[0], arch)
 
 
-def splits(
-    config: FlashDecode | FlashDecodeCluster, shape: attention_structs.AttentionShape, at_once: int
+def decode_rows(shape: CachedShape) -> int:
+    """Queries of a head of keys, in the longest sequence."""
+    return shape.seqlen_q * (shape.heads_q // shape.heads_kv) if shape.heads_kv else 0
+
+
+def decode_units(config: FlashDecode, shape: CachedShape) -> int:
+    """Heads of keys with up to ``config.rows`` queries, if all sequences are as the longest."""
+    return shape.batch * shape.heads_kv * -(-decode_rows(shape) // config.rows)
+
+
+def decode_rounds(config: FlashDecode, shape: CachedShape) -> int:
+    """The most rounds of all units (decode_work.cuh)."""
+    keys = DECODE_KEYS[config.head_dim] * work.NUM_WARPS
+    return decode_units(config, shape) * (-(-shape.max_length // keys) + 1)
+
+
+def decode_grid(
+    config: FlashDecode, shape: CachedShape, num_splits: int, multiprocessors: int
 ) -> int:
-    """The largest number of clusters, of which ``at_once`` can run, that share the keys of a cache.
-
-    As many as run at once, or as pay: ``splits_of`` in flash_decode_merge.cuh knows the lengths.
-    """
-    units, loads = decode_units(shape), _loads(shape, config.head_dim)
-    loads //= DECODE_WARPS * config.cluster
-    if not 0 < units <= COUNTERS:
-        return 1
-    parts = max(1, min(at_once // units, loads, math.isqrt(9 * loads), merge.MAX_SPLITS))
-    return parts if loads - -(-loads // parts) >= merge.SAVED_LOADS else 1
-
-
-def _is_long(config: FlashDecode, shape: attention_structs.AttentionShape, at_once: int) -> bool:
-    """True if splits fill the GPU, with long work for each."""
-    parts = splits(config, shape, at_once)
-    full = decode_units(shape) * (parts + 1) > at_once
-    bytes_of_block = shape.seqlen_k // parts * config.head_dim * 4
-    return parts > 1 and full and bytes_of_block >= LONG_BYTES
-
-
-def _loads(shape: attention_structs.AttentionShape, head_dim: int) -> int:
-    """The number of loads for the keys of a full cache, if one warp did all of them."""
-    return -(-shape.seqlen_k // DECODE_KEYS[head_dim])
+    """As many blocks as run at once and can have work, or one for each split of a unit."""
+    if num_splits:
+        return decode_units(config, shape) * num_splits
+    at_once = min(config.blocks * multiprocessors, MOST_BLOCKS)
+    return min(at_once, decode_rounds(config, shape))
 
 
 def _decode_arch(dtype: str, capability: tuple[int, int]) -> int | None:
@@ -179,11 +155,12 @@ def _decode_arch(dtype: str, capability: tuple[int, int]) -> int | None:
 def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
     for dtype, switch in itertools.product(ITEM_SIZE, (False, True)):
         yield Embedding(dtype, vector(dtype, switch))
-        yield CacheAppend(dtype, vector(dtype, switch))
+        for kind in range(len(CACHE_KINDS)):
+            yield CacheAppend(dtype, kind, vector(dtype, switch))
+            yield CacheGather(dtype, kind, vector(dtype, switch))
         yield Sample(dtype, switch)
     for dtype, head_dim in itertools.product(ITEM_SIZE, range(64, 257, 64)):
         arch = _decode_arch(dtype, capability)
         if arch is not None:
-            yield FlashDecode(dtype, head_dim, arch)
-        if arch == 90:
-            yield from (FlashDecodeCluster(dtype, head_dim, cluster) for cluster in (2, 4, 8))
+            for rows in DECODE_ROWS[head_dim]:
+                yield FlashDecode(dtype, head_dim, rows, arch)

@@ -250,6 +250,7 @@ inline void release_flag(int* flag) { ++*flag; }
 inline int count_in(int* flag, int last) {
   return atomicInc(reinterpret_cast<unsigned*>(flag), last);
 }
+inline int count_acq_rel(int* flag, int last) { return count_in(flag, last); }
 inline void release_flag_wrapping(int* flag, int last) { count_in(flag, last); }
 inline void count_wrapping(int* flag, int last) { count_in(flag, last); }
 
