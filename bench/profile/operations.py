@@ -78,7 +78,7 @@ def embedding() -> Case:
 
 
 def append() -> Case:
-    from cupyflash.ops.decode.kv_cache import cache_append
+    from cupyflash.ops.decode.cache_append import cache_append
 
     rows = [random(512, 8, 128) for _ in range(2)]
     caches = [random(512, 64, 8, 128) for _ in range(2)]

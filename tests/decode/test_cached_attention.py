@@ -10,7 +10,7 @@ from targets import has_tensor_cores
 from wrong_calls import NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 from cupyflash import attention_with_cache, environment
-from cupyflash.ops.decode import cached_attention, kernels
+from cupyflash.ops.decode import dispatch, kernels, plans
 from cupyflash.runtime.structs import header
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
@@ -116,25 +116,25 @@ def test_many_sequences(target, batch):
 def test_is_one_launch(target, monkeypatch):
     """What the tests above compare is the kernel for few tokens, and only where it can be."""
     taken = []
-    plan = cached_attention.DecodePlan
+    plan = plans.DecodePlan
 
     class Counted(plan):
         def __init__(self, *arguments):
             taken.append(True)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(cached_attention, "DecodePlan", Counted)
+    monkeypatch.setattr(plans, "DecodePlan", Counted)
     for backend, shape, count in (
         (None, SHAPES[2], 1),
         ("simt", SHAPES[2], 0),
         (None, SHAPES[8], 0),
     ):
         taken.clear()
-        cached_attention._plans.clear()
+        dispatch._plans.clear()
         with environment.override(backend=backend):
             attention_with_cache(*problem(target, "float16", shape)[0])
         assert len(taken) == count
-    cached_attention._plans.clear()
+    dispatch._plans.clear()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -175,11 +175,11 @@ def test_clusters(heads, head_dim, length, cluster):
 def test_splits_of_blocks_alone(target, monkeypatch):
     """As caches so long that a test would take its time have them on every GPU."""
     monkeypatch.setattr(kernels, "_is_long", lambda *_: True)
-    fresh_plans(monkeypatch, cached_attention)
+    fresh_plans(monkeypatch, dispatch)
     for shape in ((1, 2, 3, 128, 4000), (2, 1, 1, 64, 9000), (1, 1, 8, 200, 3000)):
         check(*problem(target, "float16", shape, batch=5), "float16")
-    plans = cached_attention._plans.values()
-    launches = [plan.launch for plan in plans if isinstance(plan, cached_attention.DecodePlan)]
+    made = [prepared.plan for prepared in dispatch._plans.values()]
+    launches = [plan.launch for plan in made if isinstance(plan, plans.DecodePlan)]
     assert len(launches) == (3 if has_tensor_cores() else 0)
     assert all(launch.has_scratch for launch in launches)
 
@@ -198,7 +198,7 @@ def test_outside_of_the_cache(target):
 @each_library(device="cuda")
 def test_shapes_keep_no_memory(target):
     """Prompts of a hundred lengths leave what one of them leaves."""
-    cached_attention._plans.clear()
+    dispatch._plans.clear()
     (q, k, v, *rest), _, _ = problem(target, "float32", (110, 2, 2, 64, 200))
     run = lambda n: attention_with_cache(q[:, :n], k[:, :n], v[:, :n], *rest)
     rest[-1][:] = 0
@@ -206,7 +206,7 @@ def test_shapes_keep_no_memory(target):
     before = memory(target)
     for length in range(9, 110):
         run(length)
-    assert memory(target) <= before and len(cached_attention._plans) > 100
+    assert memory(target) <= before and len(dispatch._plans) > 100
 
 
 @each_library()
@@ -240,7 +240,7 @@ def test_bad_input(target):
         (TypeError, "positions must be int32", {"positions": q}),
         (ValueError, r"positions must have shape \(4,\)", {"positions": positions[:1]}),
         (ValueError, "scale must be", {"scale": float("nan")}),
-        (TypeError, "k must be a .* like q, got NoneType", {"k": None}),
+        (TypeError, "k and v must both be arrays, or both None, got None as k", {"k": None}),
     ):
         with pytest.raises(error, match=f"^attention_with_cache: {match}"):
             attention_with_cache(**(good | changed))
@@ -293,11 +293,7 @@ def test_shared_memory(target):
             attention_with_cache(**good | overlapping | {"v_cache": shifted})
         packed = stored(target, numpy.zeros((4, 200, 6, 64)), dtype)
         between = {"k_cache": packed[:, :, :3], "v_cache": packed[:, :, 3:]}
-        if target.gpu and dtype == "float16" and has_tensor_cores():
-            attention_with_cache(**good | between)
-        else:
-            with pytest.raises(NotImplementedError, match="k_cache must be contiguous"):
-                attention_with_cache(**good | between)
+        attention_with_cache(**good | between)
         qkv = stored(target, normal((4, 1, 9, 64), 1), dtype)  # what is only read may overlap
         attention_with_cache(**good | {"q": q[:, :, :3], "k": qkv[:, :, :3], "v": qkv[:, :, 2:5]})
 
@@ -325,7 +321,7 @@ def test_torch_hears_of_it(target, dtype):
         with torch.no_grad():
             out = attention_with_cache(**good | needing)
         assert not out.requires_grad and out.grad_fn is None
-        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="tangent"):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
             dual = forward_ad.make_dual(good[name], torch.ones_like(good[name]))
             attention_with_cache(**good | {name: dual})
     with pytest.raises(NotImplementedError, match="torch.func"):

@@ -153,7 +153,7 @@ for tokens, heads, head_dim, length in ((1, 2, 64, 300), (3, 5, 72, 300), (8, 1,
         few = (q[:batch], new[:batch, :tokens], new[:batch, tokens:], *(x[:batch] for x in caches))
         attention_with_cache(*few, positions[:batch])
 from cupyflash.ops.decode.embedding import embedding
-from cupyflash.ops.decode.kv_cache import cache_append
+from cupyflash.ops.decode.cache_append import cache_append
 from cupyflash.ops.decode.sampling import DecodeState, Sampling, sample
 for columns in (24, 33, 5000):
     logits, tokens = make(3, columns), cupy.arange(3, dtype="int32")

@@ -11,8 +11,8 @@ from targets import has
 
 import cupyflash
 from cupyflash import environment
+from cupyflash.ops.decode.cache_append import cache_append
 from cupyflash.ops.decode.embedding import embedding
-from cupyflash.ops.decode.kv_cache import cache_append
 from cupyflash.ops.decode.sampling import sample
 from cupyflash.testing import to_numpy64
 

@@ -436,22 +436,19 @@ def test_the_switch_reaches_the_plan(target, monkeypatch):
 
 def operatorless(target):
     """name: (function, arrays by argument)."""
-    from cupyflash.ops.decode.cached_attention import attention_with_cache
+    from cupyflash.ops.decode.cache_append import cache_append
     from cupyflash.ops.decode.embedding import embedding
-    from cupyflash.ops.decode.kv_cache import cache_append
     from cupyflash.ops.decode.sampling import sample
 
     dtype = target.dtypes[0]
     normal = lambda *shape: target.array(numpy.random.default_rng(0).standard_normal(shape), dtype)
     integers = lambda *values: target.array(numpy.array(values, "int32"))
-    new = {name: normal(2, 1, 2, 16) for name in "qkv"}
     caches = {"k_cache": normal(2, 9, 2, 16), "v_cache": normal(2, 9, 2, 16)}
     positions = {"positions": integers(3, 4)}
     rows = {name: normal(2, 2, 16) for name in "kv"}
     sampler = cupyflash.DiffusionSampler.ddpm(cupyflash.beta_schedule("linear", 10))
     x = normal(2, 5)
     return {
-        "attention_with_cache": (attention_with_cache, new | caches | positions),
         "cache_append": (cache_append, rows | caches | positions),
         "embedding": (embedding, {"tokens": integers(1, 2), "token_weight": normal(5, 16)}),
         "sample": (sample, {"logits": normal(2, 9), "out": integers(0, 0)}),
@@ -463,9 +460,7 @@ def operatorless(target):
 
 
 @each_library(library="torch")
-@pytest.mark.parametrize(
-    "name", ["attention_with_cache", "cache_append", "embedding", "sample", "step"]
-)
+@pytest.mark.parametrize("name", ["cache_append", "embedding", "sample", "step"])
 def test_what_torch_cannot_see_is_refused(target, name):
     """A subclass, whichever array it is; the second time too, when there is a plan."""
     function, arrays = operatorless(target)[name]

@@ -19,9 +19,9 @@ from typing import Any
 import numpy
 
 import cupyflash
+from cupyflash.ops.decode.cache_append import cache_append
 from cupyflash.ops.decode.cached_attention import attention_with_cache
 from cupyflash.ops.decode.embedding import embedding
-from cupyflash.ops.decode.kv_cache import cache_append
 
 from ...ops.block.block import BlockWeights
 from ...runtime.array import Array, array_namespace

@@ -8,7 +8,7 @@ from ...runtime.checks import integer_within, require_eps, short
 from ...runtime.config import ITEM_SIZE
 from ...runtime.lookup import library_of
 from ...runtime.specs import Spec, views_of
-from ..decode.kv_cache import CACHES
+from ..decode.cached import CACHES
 from .plan import MAX_HEAD_DIM, MAX_WIDTH, StackShape, structs
 
 TABLES = ("head_weight", "token_embedding", "position_embedding")

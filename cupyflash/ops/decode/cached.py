@@ -10,6 +10,7 @@ ARRAYS = (  # the order of the arrays of a call; those that are absent are None
     "q", "k", "v", "k_cache", "v_cache", "positions", "page_table", "sequences", "cu_seqlens_q",
     "alibi_slopes", "sinks", "leftpad", "k_scale", "v_scale", "out",
 )  # fmt: skip
+CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
 UNLIMITED = 2**31 - 1  # a side of a window that hides nothing
 MAX_SPLITS = 128
 
@@ -30,6 +31,8 @@ class CachedShape(NamedTuple):
         counted: the keys of the new tokens are among those that queries see, so that a sequence has
             ``positions + its queries`` keys; else it has ``positions``. True if ``appends``.
         aligned: the addresses of q, k, v, the caches and out are multiples of 16.
+        computes_scales: k_scale and v_scale have the shape (num_pages, page_size, heads_kv), and
+            what is appended gets scales of its own, which are written there.
     """
 
     batch: int
@@ -44,7 +47,13 @@ class CachedShape(NamedTuple):
     packed: bool
     appends: bool
     counted: bool
-    aligned: bool
+    aligned: bool = False
+    computes_scales: bool = False
+
+    @property
+    def pages(self) -> tuple[int, int, int]:
+        """(num_pages, page_size, heads_kv), the shape of a scale for each row of each head."""
+        return self.num_pages, self.page_size, self.heads_kv
 
     @property
     def max_length(self) -> int:

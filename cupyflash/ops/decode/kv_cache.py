@@ -1,4 +1,4 @@
-"""Keys and values of new tokens into a preallocated cache."""
+"""Keys and values into a cache, and out of it, on a GPU; the arrays have been checked."""
 
 import math
 from collections.abc import Mapping
@@ -8,85 +8,107 @@ from ...runtime.array import Array, View
 from ...runtime.checks import require_grid
 from ...runtime.config import ITEM_SIZE
 from ...runtime.launch import Launch
-from ...runtime.operation import Operation, Plan, Plans, is_followed
-from ...runtime.overlap import Written
-from ...runtime.specs import Spec, views_of
+from ...runtime.operation import Plan, Plans
+from ...runtime.rows import is_contiguous
+from ...runtime.scratch import array_operations
 from ...runtime.structs import header
-from . import kernels, reference
+from . import kernels
+from .cached import CACHES
 
 structs = header("decode/params.cuh")
-
-CACHES = ("k_cache", "v_cache")  # the names of the arrays that decoding writes
-NEW = Spec(("rows", "heads", "head_dim"), strides=2)
-CACHE = Spec(("batch", "max_length", "heads", "head_dim"))
-PLACES = Spec(("rows",), "int32")
-SPECS = {
-    "k": NEW,
-    "v": NEW,
-    "k_cache": CACHE,
-    "v_cache": CACHE,
-    "positions": PLACES,
-    "sequences": PLACES._replace(optional=True),
-}
 
 _plans = Plans(wide=4)
 
 
-def cache_append(
-    k: Array,
-    v: Array,
-    k_cache: Array,
-    v_cache: Array,
-    positions: Array,
-    sequences: Array | None = None,
-) -> None:
-    """k_cache[sequences[i], positions[i]] = k[i], and the same for v, in one launch.
-
-    Arrays are NumPy or CuPy arrays or torch tensors.
+def append(function: str, library: Any, arrays: tuple[Array | None, ...]) -> None:
+    """Writes new rows; places that do not exist are left alone.
 
     Args:
-        k: (rows, heads, head_dim), float16, bfloat16 or float32; the heads of a row side by side,
-            the stride of rows is free.
-        v: like k.
-        k_cache: (batch, max_length, heads, head_dim), dtype of k, contiguous.
-        v_cache: like k_cache.
-        positions: int32 (rows,). What lies on a GPU is not checked, as that would wait for it: a
-            place that does not exist is left alone.
-        sequences: like positions; None is 0, 1, 2, …
-
-    Raises:
-        TypeError: dtypes, libraries.
-        ValueError: shapes, strides, devices, a cache that shares memory with another argument; on
-            the CPU a place that does not exist.
-        NotImplementedError: inputs that require a gradient.
+        arrays: k, v, k_cache, v_cache, positions, page_table, sequences, slots, cu_seqlens_q,
+            k_scale, v_scale. Rows go to slots; or from ``positions[b]`` of sequence b on, where k
+            has four dimensions or there are cu_seqlens_q; or to key ``positions[i]`` of sequence
+            ``sequences[i]``, or i.
     """
-    APPEND("cache_append", (k, v, k_cache, v_cache, positions, sequences), ())
+    k, v, *caches, _, _, _, _, _, k_scale, _ = arrays
+    with array_operations(k):
+        pages, rows = _places(library, arrays)
+        columns = k.shape[-2] * k.shape[-1]
+        new = (x.reshape(-1, columns).reshape(-1, *x.shape[-2:]) for x in (k, v))
+        given = (*new, *caches, rows, pages)
+        key, pointers = _plans.key(library, given, (function, k_scale is None))
+        plan = _plans.get(key)
+        if plan is None:
+            views = dict(zip(("k", "v", *CACHES), map(library.view, given)))
+            if k_scale is not None or not all(is_contiguous(views[x]) for x in CACHES):
+                fact = "the cache must be contiguous and of the dtype of k on this GPU"
+                got = f"{views['k_cache'].dtype}, strides {views['k_cache'].strides}"
+                raise NotImplementedError(f"{function}: {fact}, got {got}")
+            plan = _plans.add(key, AppendPlan(function, library, views, key[-1]))
+        plan(pointers)
 
 
-def run(
-    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
-) -> tuple[None, ...]:
-    """`cache_append`, under the name of the function that was called."""
-    check = lambda: views_of(function, library, SPECS, arrays, plain=True)  # noqa: E731
-    if library.on_cpu(arrays[0]):
-        views = check()
-        given = [x for x in arrays if x is not None]
-        Written(function, views, CACHES).check([library.pointer(x) for x in given])
-        reference.append(function, library, *arrays)
-        return ()
-    if is_followed(library, arrays):
-        check()
-    key, pointers = _plans.key(library, arrays, function)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans.add(key, AppendPlan(function, library, check(), key[-1]))
-    plan.written.check(pointers)
-    plan(pointers)
-    library.wrote(*arrays[2:4])
-    return ()
+def _places(library: Any, arrays: tuple[Array | None, ...]) -> tuple[Array, Array]:
+    """(pages, rows in them), int32, -1 where there is none."""
+    k, _, cache, _, positions, table, sequences, slots, ends, *_ = arrays
+    size = max(1, cache.shape[1])
+    if slots is not None:
+        int32 = library.arange(1, slots)
+        return library.cast(slots // size, int32), library.cast(slots % size, int32)
+    of, keys = sequences, positions
+    if k.ndim == 4 or ends is not None:
+        row = library.arange(math.prod(k.shape[:-2]), positions)
+        if ends is None:
+            of = row // max(1, k.shape[1])
+            keys = positions[of] + row % max(1, k.shape[1])
+        else:
+            of = library.cast((row[:, None] >= ends[1:]).sum(1), row)
+            keys = positions[of] + row - ends[of]
+        of = of if sequences is None else sequences[of]
+    elif of is None:
+        of = library.arange(k.shape[0], positions)
+    if table is None:
+        return of, keys
+    block = keys // size
+    outside = (keys < 0) | (block >= table.shape[1])
+    page = table[of, block.clip(0, table.shape[1] - 1)]
+    return page - (page + 1) * outside, keys % size
 
 
-APPEND = Operation(run, native="k")
+def gather(
+    function: str,
+    library: Any,
+    q: Array,
+    caches: tuple[Array, Array],
+    scales: tuple[Array | None, Array | None],
+    lengths: Array,
+    starts: Array | None,
+    page_table: Array | None,
+    sequences: Array | None,
+    max_length: int,
+) -> tuple[Array, Array]:
+    """Keys and values, (batch, max_length, heads, head_dim) of the dtype of q: row i of sequence b
+    is key ``starts[b] + i``; rows from ``lengths[b] - starts[b]`` on mean nothing.
+    """
+    pages, size = caches[0].shape[:2]
+    keys = library.arange(max_length, lengths)[None]
+    if starts is not None:
+        keys = (keys + starts[:, None]).clip(0, max_length - 1)
+    of = library.arange(len(lengths), lengths)[:, None]
+    if page_table is not None:
+        of = page_table[of, keys // size]
+    elif sequences is not None:
+        of = sequences[:, None]
+    where = of.clip(0, pages - 1), keys % size
+    found = []
+    for cache, scale in zip(caches, scales):
+        rows = cache[where]
+        if scale is not None:
+            pages_of, rows_of, heads = (1,) * (3 - scale.ndim) + tuple(scale.shape)
+            factors = scale.reshape(pages_of, rows_of, heads)
+            factors = factors[where[0] % pages_of, where[1] % rows_of][..., None]
+            rows = library.cast(library.float32(rows) * factors, q)
+        found.append(rows)
+    return found[0], found[1]
 
 
 class AppendPlan(Plan):
@@ -97,7 +119,6 @@ class AppendPlan(Plan):
     ) -> None:
         k, v, cache = views["k"], views["v"], views["k_cache"]
         super().__init__(k.device)
-        self.written = Written(function, views, CACHES)
         self.library = library
         rows, columns = k.shape[0], math.prod(k.shape[1:])
         self.empty = rows * columns == 0
