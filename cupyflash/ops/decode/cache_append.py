@@ -11,7 +11,7 @@ from ...runtime.overlap import Written
 from ...runtime.specs import Spec, views_of
 from . import kv_cache, reference
 from .cached import CACHES
-from .cached_checks import NARROW, SCALE, check_scales
+from .cached_checks import NARROW, SCALES, check_scales
 
 FUNCTION = "cache_append"
 NEW = Spec(("rows", "heads", "head_dim"), strides=1)
@@ -27,10 +27,8 @@ SPECS = {
     "page_table": Spec(("batch", "max_pages"), "int32", 1, optional=True),
     "sequences": PLACES,
     "slots": Spec(("rows",), "int64", optional=True),
-    "k_scale": SCALE,
-    "v_scale": SCALE,
+    **SCALES,
 }
-SCALES = ("k_scale", "v_scale")
 
 _plans = Plans(wide=4)
 

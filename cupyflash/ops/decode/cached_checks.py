@@ -17,7 +17,12 @@ from .cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
 
 NARROW = ("int8", "float8_e4m3fn")  # of caches that have scales
 SEQUENCES = Spec(("batch",), "int32", optional=True)
-SCALE = Spec((...,), "float32", "free", optional=True)
+# A scale may have fewer axes and lengths of 1, as it broadcasts; each has lengths of its own.
+SCALES = {
+    name: Spec([axes[n:] for n in range(4)], "float32", "free", optional=True)
+    for name in ("k_scale", "v_scale")
+    for axes in [tuple(f"{axis} of {name}" for axis in ("pages", "rows", "heads"))]
+}
 
 
 def check(
@@ -101,8 +106,7 @@ def _specs(packed: bool, by_table: bool, by_sequences: bool) -> dict[str, Spec]:
         "alibi_slopes": slopes,
         "sinks": Spec(("heads_q",), "float32 or like q", optional=True),
         "leftpad": SEQUENCES,
-        "k_scale": SCALE,
-        "v_scale": SCALE,
+        **SCALES,
         "out": q._replace(optional=True),
     }
 
@@ -134,7 +138,7 @@ def check_scales(function: str, views: dict[str, View], pages: tuple[int, int, i
         ValueError: no scales beside a cache of 8 bits, scales beside any other, their shapes.
     """
     narrow, own = views["k_cache"].dtype in NARROW, []
-    for name in ("k_scale", "v_scale"):
+    for name in SCALES:
         said = name_of(function, name)
         if (name in views) != narrow:
             fact = f"{said} must be float32 beside a cache of {' or '.join(NARROW)}, and None "
@@ -151,7 +155,7 @@ def check_scales(function: str, views: dict[str, View], pages: tuple[int, int, i
         views[name] = view._replace(shape=pages, strides=(*[0] * missing, *steps))
         own.append(view.shape == pages)
     if own and own[0] != own[1]:
-        said = " and ".join(name_of(function, name) for name in ("k_scale", "v_scale"))
+        said = " and ".join(name_of(function, name) for name in SCALES)
         fact = f"{said} must both have the shape {pages}, and be computed for new tokens, or none"
         raise ValueError(f"{function}: {fact}, got one")
     return any(own)

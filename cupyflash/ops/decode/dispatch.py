@@ -8,12 +8,11 @@ from ...runtime.operation import Plans
 from ...runtime.overlap import Written
 from . import reference
 from .cached import ARRAYS, CACHES, CachedOptions, CachedShape
-from .cached_checks import check, check_values, name_of
+from .cached_checks import SCALES, check, check_values, name_of
 from .gathered import GatheredPlan
 from .plans import decode_plan
 
 SINKS, OUT = ARRAYS.index("sinks"), ARRAYS.index("out")
-SCALES = ("k_scale", "v_scale")
 
 _plans = Plans(wide=5)
 
@@ -85,5 +84,5 @@ def _written(function: str, shape: CachedShape, views: dict[str, Any]) -> Writte
 
 def _changed(arrays: tuple[Array | None, ...], shape: CachedShape) -> list[Array]:
     call = dict(zip(ARRAYS, arrays))
-    names = (*(CACHES + SCALES if shape.appends else ()), "out")
+    names = (*((*CACHES, *SCALES) if shape.appends else ()), "out")
     return [call[name] for name in names if call[name] is not None]
