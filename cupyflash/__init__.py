@@ -14,16 +14,6 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .ops.attention.attention import attention as attention
     from .ops.attention.attention import attention_backward as attention_backward
     from .ops.attention.combine import flash_attn_combine as flash_attn_combine
-    from .ops.attention.flash_attn import flash_attn_func as flash_attn_func
-    from .ops.attention.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
-    from .ops.attention.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
-    from .ops.attention.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
-    from .ops.attention.flash_attn import (
-        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
-    )
-    from .ops.attention.flash_attn import (
-        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
-    )
     from .ops.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from .ops.attention.triangle import triangle_attention as triangle_attention
     from .ops.block.block import BlockStack as BlockStack
@@ -33,6 +23,16 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .ops.diffusion.sampler import DiffusionSampler as DiffusionSampler
     from .ops.diffusion.schedule import beta_schedule as beta_schedule
     from .ops.diffusion.schedule import timestep_embeddings as timestep_embeddings
+    from .ops.flash_attn import flash_attn_func as flash_attn_func
+    from .ops.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from .ops.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from .ops.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from .ops.flash_attn import (
+        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
+    )
+    from .ops.flash_attn import (
+        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
+    )
     from .ops.group_norm.group_norm import group_norm as group_norm
     from .ops.group_norm.group_norm import group_norm_backward as group_norm_backward
     from .ops.linear.linear import Norm as Norm
@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 MODULES = {
     "ops.attention.attention": "attention attention_backward",
     "ops.attention.combine": "flash_attn_combine",
-    "ops.attention.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
+    "ops.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
     "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
     "flash_attn_varlen_qkvpacked_func",
     "ops.attention.sdpa": "scaled_dot_product_attention",

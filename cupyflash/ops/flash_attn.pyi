@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, overload
 
 from typing_extensions import Unpack
 
-from ...runtime.array import ArrayLike, ArrayT
+from ..runtime.array import ArrayLike, ArrayT
 
 class _FlashOptions(TypedDict, total=False):
     dropout_p: float

@@ -10,9 +10,9 @@ packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
 
 from typing import NoReturn
 
-from ...runtime.array import Array
-from .flash_attn_calls import Lengths, call, unpack
-from .foreign import refuse, refuses_foreign
+from ..runtime.array import Array
+from .attention.flash_attn_calls import Lengths, call, unpack
+from .attention.foreign import refuse, refuses_foreign
 
 
 @refuses_foreign
