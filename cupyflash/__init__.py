@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .ops.block.block import BlockStack as BlockStack
     from .ops.block.block import BlockWeights as BlockWeights
     from .ops.block.block import transformer_block as transformer_block
+    from .ops.decode.cache_append import cache_append as cache_append
     from .ops.decode.cached_attention import attention_with_cache as attention_with_cache
     from .ops.diffusion.sampler import DiffusionSampler as DiffusionSampler
     from .ops.diffusion.schedule import beta_schedule as beta_schedule
@@ -33,6 +34,10 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .ops.flash_attn import (
         flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
     )
+    from .ops.flash_attn_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from .ops.flash_attn_padding import index_first_axis as index_first_axis
+    from .ops.flash_attn_padding import pad_input as pad_input
+    from .ops.flash_attn_padding import unpad_input as unpad_input
     from .ops.group_norm.group_norm import group_norm as group_norm
     from .ops.group_norm.group_norm import group_norm_backward as group_norm_backward
     from .ops.linear.linear import Norm as Norm
@@ -58,7 +63,10 @@ MODULES = {
     "ops.attention.sdpa": "scaled_dot_product_attention",
     "ops.attention.triangle": "triangle_attention",
     "ops.block.block": "BlockStack BlockWeights transformer_block",
+    "ops.decode.cache_append": "cache_append",
     "ops.decode.cached_attention": "attention_with_cache",
+    "ops.flash_attn_cache": "flash_attn_with_kvcache",
+    "ops.flash_attn_padding": "index_first_axis pad_input unpad_input",
     "ops.diffusion.sampler": "DiffusionSampler",
     "ops.diffusion.schedule": "beta_schedule timestep_embeddings",
     "ops.group_norm.group_norm": "group_norm group_norm_backward",
