@@ -57,18 +57,18 @@ __version__ = "0.1.0"
 MODULES = {
     "ops.attention.attention": "attention attention_backward",
     "ops.attention.combine": "flash_attn_combine",
-    "ops.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
-    "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
-    "flash_attn_varlen_qkvpacked_func",
     "ops.attention.sdpa": "scaled_dot_product_attention",
     "ops.attention.triangle": "triangle_attention",
     "ops.block.block": "BlockStack BlockWeights transformer_block",
     "ops.decode.cache_append": "cache_append",
     "ops.decode.cached_attention": "attention_with_cache",
-    "ops.flash_attn_cache": "flash_attn_with_kvcache",
-    "ops.flash_attn_padding": "index_first_axis pad_input unpad_input",
     "ops.diffusion.sampler": "DiffusionSampler",
     "ops.diffusion.schedule": "beta_schedule timestep_embeddings",
+    "ops.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
+    "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
+    "flash_attn_varlen_qkvpacked_func",
+    "ops.flash_attn_cache": "flash_attn_with_kvcache",
+    "ops.flash_attn_padding": "index_first_axis pad_input unpad_input",
     "ops.group_norm.group_norm": "group_norm group_norm_backward",
     "ops.linear.linear": "Norm Rotary linear mlp qkv_projection",
     "ops.norm.norm": "layer_norm layer_norm_backward rms_norm rms_norm_backward",

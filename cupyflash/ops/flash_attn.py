@@ -14,7 +14,7 @@ from ..runtime.array import Array
 from ..runtime.checks import plain_flag
 from .attention.flash_attn_calls import Lengths, call, unpack
 from .attention.foreign import refuse, refuses_foreign
-from .flash_attn_cache import paged_varlen
+from .flash_attn_paged import paged_varlen
 
 
 @refuses_foreign

@@ -76,13 +76,3 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool,
     **options: Unpack[_CacheOptions],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
-def paged_varlen(
-    function: str,
-    arrays: tuple[Any, ...],
-    lengths: Any,
-    block_table: Any,
-    options: dict[str, Any],
-    alibi_slopes: Any,
-    sinks: Any,
-    return_attn_probs: bool,
-) -> Any: ...

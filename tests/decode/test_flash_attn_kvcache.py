@@ -248,7 +248,7 @@ def test_what_is_refused(target):
         (
             TypeError,
             "block_table and page_table are two names",
-            {"page_table": good["block_table"]},
+            {"page_table": table},
         ),
         (TypeError, "cache_seqlens must say where", {"cache_seqlens": None}),
         (TypeError, "rotary_cos and rotary_sin must both be given", angles | none),

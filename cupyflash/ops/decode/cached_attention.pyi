@@ -1,12 +1,10 @@
 """Types of `cached_attention.py`: how a result depends on ``return_lse``."""
 
-from typing import Any, Literal, TypedDict, overload
+from typing import Literal, TypedDict, overload
 
 from typing_extensions import Unpack
 
 from ...runtime.array import ArrayLike, ArrayT
-from ...runtime.operation import Operation
-from .cached import CachedOptions
 
 class _CacheOptions(TypedDict, total=False):
     page_table: ArrayLike | None
@@ -75,14 +73,3 @@ def attention_with_cache(
     return_lse: bool,
     **options: Unpack[_CacheOptions],
 ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
-def plain(
-    function: str,
-    *,
-    num_splits: Any,
-    return_lse: Any,
-    max_seqlen_q: Any,
-    counted: bool = True,
-    **options: Any,
-) -> tuple[CachedOptions, int | None, bool]: ...
-
-ATTENTION: Operation
