@@ -216,3 +216,25 @@ def test_bad_places(target):
         with pytest.raises(ValueError, match=f"^cache_append: {match}"):
             cache_append(**call | changed)
     assert not to_numpy64(cache).any()
+
+
+@each_library()
+def test_one_pool_of_pages(target):
+    """Keys and values may be views of one pool, a whole page apart; other overlaps are refused."""
+    problem = CachedProblem(CachedCase(target.dtypes[0], page=8, tokens=2), target.array)
+    right = to_numpy64(attention_with_cache(**problem.arguments))
+    after = problem.after
+    problem = CachedProblem(problem.case, target.array)
+    caches = [to_numpy64(problem.arguments[name]) for name in ("k_cache", "v_cache")]
+    pool = target.array(numpy.stack(caches, 1).reshape(-1, *caches[0].shape[1:]), target.dtypes[0])
+    table = 2 * numpy.where(abs(problem.shown) > 999, -1, problem.shown)
+    views = {"k_cache": pool[:-1], "v_cache": pool[1:], "page_table": integers(target, table)}
+    found = attention_with_cache(**problem.arguments | views)
+    numpy.testing.assert_array_equal(to_numpy64(found), right)
+    for side in (0, 1):
+        numpy.testing.assert_array_equal(to_numpy64(pool)[side::2], after[side])
+    rows = pool.reshape(-1, *pool.shape[2:])
+    shifted = {"v_cache": rows[4:-4].reshape(-1, *pool.shape[1:])}
+    for wrong in (shifted, {"v_cache": pool[:-1]}):
+        with pytest.raises(ValueError, match="k_cache is written, so it must share no memory"):
+            attention_with_cache(**problem.arguments | views | wrong)

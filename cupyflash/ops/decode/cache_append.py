@@ -1,17 +1,17 @@
 """Keys and values of new tokens into a preallocated cache."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
 from ... import environment
-from ...runtime.array import Array, View
+from ...runtime.array import Array
 from ...runtime.operation import Operation, Plans, is_followed
 from ...runtime.overlap import Written
 from ...runtime.specs import Spec, views_of
 from . import kv_cache, reference
 from .cached import CACHES
-from .cached_checks import NARROW, SCALES, check_scales
+from .cached_checks import NARROW, SCALES, WrittenCaches, check_scales
 
 FUNCTION = "cache_append"
 NEW = Spec(("rows", "heads", "head_dim"), strides=1)
@@ -77,31 +77,24 @@ def cache_append(
     APPEND(FUNCTION, arrays, ())
 
 
-class _Prepared(NamedTuple):
-    """What calls of one signature share."""
-
-    written: Written
-    views: dict[str, View]
-
-
 def run(
     function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
 ) -> tuple[None, ...]:
     """`cache_append`; the arrays are those of `SPECS`."""
     if library.on_cpu(arrays[0]):
-        prepared = _prepare(function, library, arrays)
-        prepared.written.check([library.pointer(x) for x in arrays if x is not None])
+        written = _written(function, library, arrays)
+        written.check([library.pointer(x) for x in arrays if x is not None])
         *new, k_cache, v_cache = arrays[:4]
         slots = _slots(function, library, arrays)
         reference.append(library, *new, (k_cache, v_cache), slots, arrays[-2:])
         return ()
     if is_followed(library, arrays):
-        _prepare(function, library, arrays)
+        _written(function, library, arrays)
     key, pointers = _plans.key(library, arrays, function)
-    prepared = _plans.get(key)
-    if prepared is None:
-        prepared = _plans.add(key, _prepare(function, library, arrays))
-    prepared.written.check([y for x, y in zip(arrays, pointers) if x is not None])
+    written = _plans.get(key)
+    if written is None:
+        written = _plans.add(key, _written(function, library, arrays))
+    written.check([y for x, y in zip(arrays, pointers) if x is not None])
     if environment.current().debug:
         _slots(function, library, arrays)
     kv_cache.append(function, library, (*arrays[:8], None, *arrays[8:]))
@@ -112,7 +105,7 @@ def run(
 APPEND = Operation(run, native="k")
 
 
-def _prepare(function: str, library: Any, arrays: tuple[Array | None, ...]) -> _Prepared:
+def _written(function: str, library: Any, arrays: tuple[Array | None, ...]) -> Written:
     *_, positions, table, sequences, slots, _, _ = arrays
     others = [x is not None for x in (positions, table, sequences)]
     if any(others) if slots is not None else not others[0]:
@@ -122,7 +115,9 @@ def _prepare(function: str, library: Any, arrays: tuple[Array | None, ...]) -> _
     views = views_of(function, library, SPECS, arrays, plain=True)
     cache = views["k_cache"].shape
     written = [*CACHES, *(SCALES if check_scales(function, views, cache[:3]) else ())]
-    return _Prepared(Written(function, views, written), views)
+    if table is None and slots is None:
+        return Written(function, views, written)
+    return WrittenCaches(function, views, written, CACHES)
 
 
 def _slots(function: str, library: Any, arrays: tuple[Array | None, ...]) -> numpy.ndarray:

@@ -53,7 +53,7 @@ def attention_with_cache(
         k_cache: (num_pages, page_size, heads_kv, head_dim), or without a table (batch, max_length,
             heads_kv, head_dim); dtype of q, or int8 or float8_e4m3fn with scales. Written, so it
             shares memory with no other argument.
-        v_cache: like k_cache.
+        v_cache: like k_cache; with a table both may be views of one pool of pages.
         positions: int32 (batch,): token i of a sequence goes to key positions + i, what lies before
             it is its past.
         page_table: int32 (batch, max_pages): key j of sequence b is row ``j % page_size`` of page

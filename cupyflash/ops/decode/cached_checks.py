@@ -9,6 +9,7 @@ import numpy
 
 from ...runtime.array import Array, View, dense_strides
 from ...runtime.checks import short
+from ...runtime.overlap import Written, item_size
 from ...runtime.specs import Spec, views_of
 from ..attention.checks import HEAD_DIMS
 from ..attention.checks import check as check_attention
@@ -75,6 +76,33 @@ def check(
     )
     shape = shape._replace(computes_scales=check_scales(function, views, shape.pages))
     return shape, _check_options(function, shape, q, options), views
+
+
+class WrittenCaches(Written):
+    """The arrays of calls that write to caches.
+
+    The two caches of a table, or of slots, may be views of one pool of pages: whole pages are then
+    those of the one or of the other, as their numbers say.
+
+    Args:
+        function, views, written: as of `Written`.
+        caches: the names of the two, in ``views``.
+    """
+
+    def __init__(
+        self, function: str, views: Mapping[str, View], written: list[str], caches: tuple[str, str]
+    ) -> None:
+        super().__init__(function, views, written)
+        first, second = (views[name] for name in caches)
+        self.caches = {self.names.index(name) for name in caches}
+        self.page = first.strides[0] * item_size(first.dtype)
+        if first.strides != second.strides:
+            self.page = 0
+
+    def _check_pair(self, i: int, j: int, distance: int) -> None:
+        whole_pages = self.page and distance and distance % self.page == 0
+        if {i, j} != self.caches or not whole_pages:
+            super()._check_pair(i, j, distance)
 
 
 def name_of(function: str, name: str) -> str:

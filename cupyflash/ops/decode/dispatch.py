@@ -8,7 +8,7 @@ from ...runtime.operation import Plans
 from ...runtime.overlap import Written
 from . import reference
 from .cached import ARRAYS, CACHES, CachedOptions, CachedShape
-from .cached_checks import SCALES, check, check_values, name_of
+from .cached_checks import SCALES, WrittenCaches, check, check_values, name_of
 from .gathered import GatheredPlan
 from .plans import decode_plan
 
@@ -79,7 +79,10 @@ def _written(function: str, shape: CachedShape, views: dict[str, Any]) -> Writte
     written = [*(CACHES if shape.appends else ()), *({"out"} & views.keys())]
     written += SCALES if shape.appends and shape.computes_scales else ()
     say = {name: name_of(function, name) for name in views}
-    return Written(function, {say[name]: x for name, x in views.items()}, [say[x] for x in written])
+    views, written = {say[name]: x for name, x in views.items()}, [say[name] for name in written]
+    if "page_table" in say:
+        return WrittenCaches(function, views, written, (say[CACHES[0]], say[CACHES[1]]))
+    return Written(function, views, written)
 
 
 def _changed(arrays: tuple[Array | None, ...], shape: CachedShape) -> list[Array]:
