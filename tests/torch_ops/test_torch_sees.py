@@ -55,7 +55,18 @@ def attention_calls(target):
         "attention_backward": (tensors | optional, dropped),
         "scaled_dot_product_attention": ({"query": q, "key": k, "value": v}, {}),
         "flash_attn_func": ({"q": q, "k": k, "v": v}, {}),
+        "attention_with_cache": (cached_arrays(target), {"window": (9, None)}),
     }
+
+
+def cached_arrays(target):
+    """Those of `attention_with_cache`, which writes the same into its cache each time."""
+    dtype, rng = target.dtypes[0], numpy.random.default_rng(0)
+    make = lambda *shape: target.array(rng.standard_normal(shape), dtype)
+    integers = lambda values: target.array(numpy.array(values, "int32"))
+    arrays = {name: make(2, 1, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    arrays |= {name: make(5, 8, 2, 64) for name in ("k_cache", "v_cache")}
+    return arrays | {"positions": integers([3, 9]), "page_table": integers([[4, 0], [1, 3]])}
 
 
 def sibling_calls(target):
@@ -99,7 +110,8 @@ def check_every_array_is_seen(name, arrays, options):
 @each(library="torch")
 @pytest.mark.parametrize(
     "name",
-    ["attention", "attention_backward", "scaled_dot_product_attention", "flash_attn_func"],
+    ["attention", "attention_backward", "scaled_dot_product_attention", "flash_attn_func"]
+    + ["attention_with_cache"],
 )
 def test_any_array_may_be_a_subclass(target, name):
     check_every_array_is_seen(name, *attention_calls(target)[name])
@@ -201,7 +213,7 @@ def flat_tensor(result):
 
 @each(library="torch")
 def test_meta_and_real_tensors_do_not_mix(target):
-    for name in ("attention", "attention_backward"):
+    for name in ("attention", "attention_backward", "attention_with_cache"):
         arrays, options = attention_calls(target)[name]
         for argument in arrays:
             meta = arrays | {argument: arrays[argument].to("meta")}

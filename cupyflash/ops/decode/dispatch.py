@@ -40,12 +40,13 @@ def run(
         check_values(function, library, arrays, shape, found)
         out, lse = reference.attention_with_cache(library, arrays, shape, found)
         return out, lse if found.return_lse else None
-    settings, out = environment.current(), arrays[OUT]
-    aligned = out is None or library.pointer(out) % 16 == 0
-    key, pointers = _plans.key(library, arrays, (function, options, settings.backend, aligned))
+    settings = environment.current()
+    key, pointers = _plans.key(library, arrays, (function, options, settings.backend))
+    aligned = key is not None and key[-1] and pointers[OUT] % 16 == 0
+    key = key and (*key, aligned)
     prepared = _plans.get(key)
     if prepared is None:
-        prepared = _prepare(function, library, arrays, options, aligned and key[-1])
+        prepared = _prepare(function, library, arrays, options, aligned)
         _plans.add(key, prepared)
     prepared.written.check([y for x, y in zip(arrays, pointers) if x is not None])
     if settings.debug:
