@@ -14,25 +14,30 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .ops.attention.attention import attention as attention
     from .ops.attention.attention import attention_backward as attention_backward
     from .ops.attention.combine import flash_attn_combine as flash_attn_combine
-    from .ops.attention.flash_attn import flash_attn_func as flash_attn_func
-    from .ops.attention.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
-    from .ops.attention.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
-    from .ops.attention.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
-    from .ops.attention.flash_attn import (
-        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
-    )
-    from .ops.attention.flash_attn import (
-        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
-    )
     from .ops.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from .ops.attention.triangle import triangle_attention as triangle_attention
     from .ops.block.block import BlockStack as BlockStack
     from .ops.block.block import BlockWeights as BlockWeights
     from .ops.block.block import transformer_block as transformer_block
+    from .ops.decode.cache_append import cache_append as cache_append
     from .ops.decode.cached_attention import attention_with_cache as attention_with_cache
     from .ops.diffusion.sampler import DiffusionSampler as DiffusionSampler
     from .ops.diffusion.schedule import beta_schedule as beta_schedule
     from .ops.diffusion.schedule import timestep_embeddings as timestep_embeddings
+    from .ops.flash_attn import flash_attn_func as flash_attn_func
+    from .ops.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from .ops.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from .ops.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from .ops.flash_attn import (
+        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
+    )
+    from .ops.flash_attn import (
+        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
+    )
+    from .ops.flash_attn_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from .ops.flash_attn_padding import index_first_axis as index_first_axis
+    from .ops.flash_attn_padding import pad_input as pad_input
+    from .ops.flash_attn_padding import unpad_input as unpad_input
     from .ops.group_norm.group_norm import group_norm as group_norm
     from .ops.group_norm.group_norm import group_norm_backward as group_norm_backward
     from .ops.linear.linear import Norm as Norm
@@ -52,15 +57,18 @@ __version__ = "0.1.0"
 MODULES = {
     "ops.attention.attention": "attention attention_backward",
     "ops.attention.combine": "flash_attn_combine",
-    "ops.attention.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
-    "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
-    "flash_attn_varlen_qkvpacked_func",
     "ops.attention.sdpa": "scaled_dot_product_attention",
     "ops.attention.triangle": "triangle_attention",
     "ops.block.block": "BlockStack BlockWeights transformer_block",
+    "ops.decode.cache_append": "cache_append",
     "ops.decode.cached_attention": "attention_with_cache",
     "ops.diffusion.sampler": "DiffusionSampler",
     "ops.diffusion.schedule": "beta_schedule timestep_embeddings",
+    "ops.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
+    "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
+    "flash_attn_varlen_qkvpacked_func",
+    "ops.flash_attn_cache": "flash_attn_with_kvcache",
+    "ops.flash_attn_padding": "index_first_axis pad_input unpad_input",
     "ops.group_norm.group_norm": "group_norm group_norm_backward",
     "ops.linear.linear": "Norm Rotary linear mlp qkv_projection",
     "ops.norm.norm": "layer_norm layer_norm_backward rms_norm rms_norm_backward",

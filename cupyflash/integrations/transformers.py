@@ -2,11 +2,13 @@
 
 `register` once, then ``attn_implementation="cupy_attention"`` in ``from_pretrained`` or
 ``model.set_attn_implementation("cupy_attention")``. Models that this would change raise when they
-are loaded (transformers_models.py).
+are loaded (transformers_models.py). ``python -m cupyflash.integrations.transformers serve MODEL``
+is ``transformers serve MODEL`` on it.
 """
 
 import contextlib
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from ..ops.attention.operations import FORWARD
 from ..ops.attention.options import Extras, plain_options
 from ..parallel.context import attention_of_rows, current
-from . import transformers_mask
+from . import transformers_continuous, transformers_mask
 from .transformers_mask import FUNCTION, Mask, mask
 from .transformers_models import NAME, check_when_loaded
 from .transformers_pattern import Pattern, answer_for_packing
@@ -31,6 +33,8 @@ OTHERS = {"sliding_window", "output_attentions", "position_ids"}
 
 def register() -> None:
     """Add "cupy_attention" to the attention functions and to the mask functions of transformers.
+
+    A model on it runs with continuous batching too (`transformers_continuous`).
 
     Raises:
         ImportError: no transformers, or one without these interfaces.
@@ -52,6 +56,7 @@ def register() -> None:
     answer_for_packing(masks)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    transformers_continuous.register(attention)
 
 
 def attention(
@@ -279,3 +284,8 @@ def _inside_sequences(
     if pattern == Pattern(None, 0):
         return True, None
     return pattern.right == 0, pattern if pattern != Pattern() else None
+
+
+if __name__ == "__main__":
+    register()
+    transformers_continuous.command(sys.argv)

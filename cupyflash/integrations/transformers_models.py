@@ -21,6 +21,9 @@ from .transformers_mask import FUNCTION
 # A name with "flash" in it sends many models through paths that are meant for flash-attn.
 NAME = "cupy_attention"
 MISNOMER = "cupyflash"
+# For continuous batching (transformers_continuous.py), which asks for "flash" and for the version
+# of flash-attn, 2 or 3, behind it. Models switch to it from `NAME`.
+CONTINUOUS = "cupy_flash_attention_2"
 
 # These show whether a class of models calls the attention interface, or computes by itself.
 SUPPORTED = ("attention_backend", "sdpa", "flash_attn", "flex_attn")
@@ -45,9 +48,11 @@ def check_when_loaded(base: type, known: Set[str]) -> None:
     @functools.wraps(adjust)
     def checked_adjust(self: Any, attn_implementation: Any, *others: Any, **options: Any) -> Any:
         _check_name(attn_implementation)
-        if attn_implementation == NAME:
+        if attn_implementation in (NAME, CONTINUOUS):
             _check_model(type(self), base, known)
             _check_wishes(type(self), self.config)
+        if attn_implementation == CONTINUOUS:  # some models have a flash-attn of their own choice
+            return attn_implementation
         return adjust(self, attn_implementation, *others, **options)
 
     @functools.wraps(assign)

@@ -64,6 +64,8 @@ class Written:
 
 def item_size(dtype: str) -> int:
     """The number of bytes of an element."""
+    if dtype.startswith("float8"):  # NumPy knows it where ml_dtypes is imported alone
+        return 1
     return ITEM_SIZE.get(dtype) or numpy.dtype(dtype).itemsize
 
 

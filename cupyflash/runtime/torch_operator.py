@@ -18,7 +18,7 @@ def operator(schema: str) -> Callable[[Callable], Any]:
     """Registers the decorated function as the operator of this schema, which takes its name.
 
     Args:
-        schema: the operator's name with arguments and results; it changes none of its arguments.
+        schema: the operator's name with arguments and results; it marks those that it changes.
     """
 
     def register(kernel: Callable) -> Any:

@@ -62,6 +62,42 @@ def attention_with_cache(p):
     return step, new
 
 
+def kvcache(p):
+    caches, places = [p.normal(B, 40, H, D) for _ in "kv"], p.integers(5, 30)
+
+    def step(q, k, v):
+        return cupyflash.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=places)
+
+    return step, [p.normal(B, 1, H, D) for _ in range(3)]
+
+
+def append(p):
+    places = p.integers(5, 30)
+
+    def step(k, v, k_cache, v_cache):
+        caches = k_cache.clone(), v_cache.clone()
+        cupyflash.cache_append(k, v, *caches, places)
+        return caches
+
+    new, caches = ([p.normal(*shape) for _ in "kv"] for shape in ((B, H, D), (B, 40, H, D)))
+    return step, [*new, *caches]
+
+
+def unpadded(p):
+    mask = p.integers(*[i % 3 > 0 for i in range(B * p.s)]).reshape(B, p.s)
+    return lambda x: cupyflash.unpad_input(x, mask)[0] + 0, [p.leaf(B, p.s, D)]
+
+
+def padded(p):
+    rows = torch.arange(p.s, device=p.device) * 2
+    return lambda x: cupyflash.pad_input(x, rows, B, p.s), [p.leaf(p.s, D)]
+
+
+def rows_of(p):
+    rows = torch.arange(p.s, device=p.device) // 2
+    return lambda x: cupyflash.index_first_axis(x, rows), [p.leaf(p.s, D)]
+
+
 def combine(p):
     lse = p.normal(3, B, p.s, H).float().requires_grad_()
     return cupyflash.flash_attn_combine, [p.leaf(3, B, p.s, H, D), lse]
@@ -225,6 +261,7 @@ CALLS = {
     "attention_backward": attention_backward,
     "attention_with_cache": attention_with_cache,
     "beta_schedule": schedule,
+    "cache_append": append,
     "flash_attn_combine": combine,
     "flash_attn_func": attention_like(cupyflash.flash_attn_func, window_size=(9, 0)),
     "flash_attn_kvpacked_func": kvpacked(cupyflash.flash_attn_kvpacked_func),
@@ -234,12 +271,15 @@ CALLS = {
     "flash_attn_varlen_qkvpacked_func": qkvpacked(
         cupyflash.flash_attn_varlen_qkvpacked_func, lengths
     ),
+    "flash_attn_with_kvcache": kvcache,
     "group_norm": group_norm,
     "group_norm_backward": group_norm_backward,
+    "index_first_axis": rows_of,
     "layer_norm": norm("layer_norm"),
     "layer_norm_backward": norm_backward("layer_norm"),
     "linear": linear,
     "mlp": mlp,
+    "pad_input": padded,
     "qkv_projection": qkv_projection,
     "rms_norm": norm("rms_norm"),
     "rms_norm_backward": norm_backward("rms_norm"),
@@ -247,6 +287,7 @@ CALLS = {
     "timestep_embeddings": embeddings,
     "transformer_block": transformer_block,
     "triangle_attention": triangle,
+    "unpad_input": unpadded,
 }
 
 

@@ -32,6 +32,8 @@ def attention(t: Tensor, a: Array, flag: bool, perhaps: Tensor | None) -> None:
     print(dbias, dsinks, cupyflash.attention_backward(t, t, t, t, t, t, sinks=perhaps))
     assert_type(cupyflash.scaled_dot_product_attention(t, t, t, is_causal=True), Tensor)
     assert_type(cupyflash.attention_with_cache(t, t, t, t, t, t), Tensor)
+    cached = cupyflash.attention_with_cache(t, None, None, t, t, t, window=(3, 0), return_lse=True)
+    assert_type(cached, tuple[Tensor, Tensor])
     assert_type(cupyflash.triangle_attention(t, t, t, t, perhaps), Tensor)
     aux = cupyflash.triangle_attention(t, t, t, t, return_aux=True)
     assert_type(aux, Three)
@@ -52,6 +54,11 @@ def flash_attention(t: Tensor, flag: bool) -> None:
     either = cupyflash.flash_attn_func(t, t, t, return_attn_probs=flag)
     assert_type(either, Tensor | Three)
     assert_type(cupyflash.flash_attn_combine(t, t), tuple[Tensor, Tensor])
+    assert_type(cupyflash.flash_attn_with_kvcache(t, t, t, cache_seqlens=9), Tensor)
+    cached = cupyflash.flash_attn_with_kvcache(t, t, t, t, t, return_softmax_lse=True, sinks=t)
+    assert_type(cached, tuple[Tensor, Tensor])
+    assert_type(cupyflash.flash_attn_varlen_func(t, t, t, t, t, 9, 9, block_table=t), Tensor)
+    assert_type(cupyflash.pad_input(cupyflash.unpad_input(t, t)[0], t, 2, 3), Tensor)
 
 
 def others(t: Tensor, a: Array, blocks: list[cupyflash.BlockWeights]) -> None:
@@ -82,9 +89,9 @@ def wrong(t: Tensor) -> None:
     cupyflash.attention(t, t, [t])  # type: ignore
     cupyflash.attention(t, t, t, return_lse=True).sum()  # type: ignore
     cupyflash.attention(t, t, t, seqused_k=3)  # type: ignore
-    cupyflash.attention_with_cache(t, t, t, t, t, t, window=(3, 0))  # type: ignore
+    cupyflash.attention_with_cache(t, t, t, t, t, t, causal="top-left")  # type: ignore
     cupyflash.flash_attn_func(t, t, t, scale=1.0)  # type: ignore
     cupyflash.scaled_dot_product_attention(t, t, t, causal=True)  # type: ignore
     cupyflash.linear(t, t, activation="swish")  # type: ignore
     cupyflash.group_norm(t, 8, activation="relu")  # type: ignore
-    cupyflash.flash_attn_with_kvcache(t, t, t)  # type: ignore
+    cupyflash.flash_attn_with_kvcache(t, t, t, page_size=3)  # type: ignore

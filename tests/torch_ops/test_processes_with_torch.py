@@ -51,27 +51,25 @@ def test_first_calls_import_nothing_that_they_do_not_need():
 AFTER_A_CALL_WITHOUT_TENSORS = """
 import contextlib
 import torch
-import cupyflash
+from cupyflash.ops.decode.embedding import embedding
 
-normal = torch.Generator().manual_seed(0)
-q, k, v = (torch.randn(2, 1, 4, 32, generator=normal) for _ in "qkv")
-caches = [torch.randn(2, 9, 4, 32, generator=normal) for _ in "kv"]
-places = torch.tensor([3, 4], dtype=torch.int32)
+weight = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+tokens = torch.tensor([3, 4], dtype=torch.int32)
 graphs = []
 
 def backend(graph, inputs):
     graphs.append(graph)
     return graph
 
-def step(q, k, v):
-    return cupyflash.attention_with_cache(q, k, v, *caches, places) + 0
+def step(tokens):
+    return embedding(tokens, weight) + 0
 
-expected = step(q, k, v)
+expected = step(tokens)
 if REFUSED:
     with contextlib.suppress(TypeError):
-        refused = lambda: cupyflash.attention_with_cache(*[None] * 6)
+        refused = lambda: embedding(None, None)
         torch.compile(refused, backend=backend)()
-found = torch.compile(step, backend=backend)(q, k, v)
+found = torch.compile(step, backend=backend)(tokens)
 for graph in graphs:
     print(*(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function"))
 assert torch.equal(found, expected)

@@ -43,13 +43,15 @@ KEYWORDS = {
     **dict.fromkeys(("score_mod", "block_mask"), ("", "causal, window, softcap and bias say it")),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), ("", _PACKED)),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), ("", _PACKED)),
-    **dict.fromkeys(("block_table", "page_table"), ("", "paged caches are not built")),
+    **dict.fromkeys(
+        ("block_table", "page_table"), ("page_table", "attention_with_cache takes paged caches")
+    ),
+    **{"k_descale": ("k_scale", ""), "v_descale": ("v_scale", "")},
+    **{"cache_batch_idx": ("sequences", ""), "cache_leftpad": ("leftpad", "")},
 }
 
 # The functions of other libraries, and what replaces them in this package.
 ELSEWHERE = {
-    "flash_attn_with_kvcache": "attention_with_cache(q, k, v, k_cache, v_cache, positions), or "
-    "attention(q, k_cache, v_cache, seqused_k=lengths) without new keys",
     **dict.fromkeys(
         ("flash_attn_unpadded_func", "varlen_attn", "BlockDiagonalMask"), "flash_attn_varlen_func"
     ),
@@ -60,7 +62,6 @@ ELSEWHERE = {
     "flex_attention": "attention with causal, window, softcap, alibi_slopes or bias",
     "sdpa": "scaled_dot_product_attention",
     "LowerTriangularMask": "attention(q, k, v, causal='top-left')",
-    **dict.fromkeys(("pad_input", "unpad_input"), "attention with seqused_q and seqused_k"),
     "apply_rotary_emb": "qkv_projection(x, weight, heads_q=heads, rotary=Rotary(cos, sin))",
     **dict.fromkeys(
         ("MultiheadAttention", "multi_head_attention_forward"),

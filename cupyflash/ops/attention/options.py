@@ -255,12 +255,19 @@ _KEY_VALUE = {"k": "kv", "v": "kv"}
 _TORCH = {"q": "query", "k": "key", "v": "value"}
 _ATEN = {"cu_seqlens_q": "cum_seq_q", "cu_seqlens_k": "cum_seq_k", "causal": "is_causal"}
 _ATEN |= {"max_seqlen_q": "max_q", "max_seqlen_k": "max_k"}
+# The arrays of `cupyflash.attention_with_cache`, and k and v of attention on them.
+_PAGED = {"k_cache": "k", "v_cache": "v", "page_table": "block_table", "positions": "seqused_k"}
+_CACHED = {"k": "k_cache", "v": "v_cache", "page_table": "block_table", "leftpad": "cache_leftpad"}
+_CACHED |= {"positions": "cache_seqlens", "seqused_k": "cache_seqlens", "k_scale": "k_descale"}
+_CACHED |= {"sequences": "cache_batch_idx", "v_scale": "v_descale"}
+_CACHED |= {"return_lse": "return_softmax_lse"}
 
 NAMES = {
     "flash_attn_func": _WINDOW,
     "flash_attn_kvpacked_func": _WINDOW | _KEY_VALUE,
     "flash_attn_qkvpacked_func": _WINDOW | _PACKED,
-    "flash_attn_varlen_func": _WINDOW,
+    "flash_attn_varlen_func": _WINDOW | _PAGED,
+    "flash_attn_with_kvcache": _WINDOW | _CACHED,
     "flash_attn_varlen_kvpacked_func": _WINDOW | _KEY_VALUE,
     "flash_attn_varlen_qkvpacked_func": _WINDOW | _PACKED | _ONE_LENGTH,
     "scaled_dot_product_attention": _TORCH | {"bias": "attn_mask", "causal": "is_causal"},

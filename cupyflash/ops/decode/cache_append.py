@@ -2,23 +2,32 @@
 
 from typing import Any
 
+import numpy
+
+from ... import environment
 from ...runtime.array import Array
 from ...runtime.operation import Operation, Plans, is_followed
 from ...runtime.overlap import Written
 from ...runtime.specs import Spec, views_of
 from . import kv_cache, reference
 from .cached import CACHES
+from .cached_checks import NARROW, SCALES, WrittenCaches, check_scales
 
-NEW = Spec(("rows", "heads", "head_dim"), strides=2)
-CACHE = Spec(("batch", "max_length", "heads", "head_dim"))
-PLACES = Spec(("rows",), "int32")
+FUNCTION = "cache_append"
+NEW = Spec(("rows", "heads", "head_dim"), strides=1)
+PLACES = Spec(("rows",), "int32", optional=True)
 SPECS = {
     "k": NEW,
     "v": NEW,
-    "k_cache": CACHE,
-    "v_cache": CACHE,
+    "k_cache": Spec(
+        ("num_pages", "page_size", "heads", "head_dim"), " or ".join(("like k", *NARROW)), 1
+    ),
+    "v_cache": Spec(("num_pages", "page_size", "heads", "head_dim"), "like k_cache", 1),
     "positions": PLACES,
-    "sequences": PLACES._replace(optional=True),
+    "page_table": Spec(("batch", "max_pages"), "int32", 1, optional=True),
+    "sequences": PLACES,
+    "slots": Spec(("rows",), "int64", optional=True),
+    **SCALES,
 }
 
 _plans = Plans(wide=4)
@@ -29,55 +38,114 @@ def cache_append(
     v: Array,
     k_cache: Array,
     v_cache: Array,
-    positions: Array,
+    positions: Array | None,
     sequences: Array | None = None,
+    *,
+    slots: Array | None = None,
+    page_table: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> None:
     """k_cache[sequences[i], positions[i]] = k[i], and the same for v, in one launch.
 
-    Arrays are NumPy or CuPy arrays or torch tensors.
+    Arrays are NumPy or CuPy arrays or torch tensors. What lies on a GPU is not checked, as that
+    would wait for it, unless CUPYFLASH_DEBUG=1: a place that does not exist is left alone. Of rows
+    that go to one place, one is there afterwards.
 
     Args:
-        k: (rows, heads, head_dim), float16, bfloat16 or float32; the heads of a row side by side,
-            the stride of rows is free.
+        k: (rows, heads, head_dim), float16, bfloat16 or float32; the last dimension contiguous.
         v: like k.
-        k_cache: (batch, max_length, heads, head_dim), dtype of k, contiguous.
+        k_cache: (batch, max_length, heads, head_dim), or pages (num_pages, page_size, heads,
+            head_dim); dtype of k, or int8 or float8_e4m3fn with scales; the last dimension
+            contiguous.
         v_cache: like k_cache.
-        positions: int32 (rows,). What lies on a GPU is not checked, as that would wait for it: a
-            place that does not exist is left alone.
+        positions: int32 (rows,); None beside slots.
         sequences: like positions; None is 0, 1, 2, …
+        slots: int64 (rows,), instead of positions: row i goes to row ``slots[i] % page_size`` of
+            page ``slots[i] // page_size``, and -1 leaves it out.
+        page_table: int32 (batch, max_pages): token j of sequence b is row ``j % page_size`` of page
+            ``page_table[b, j // page_size]``.
+        k_scale, v_scale: as in `attention_with_cache`.
 
     Raises:
         TypeError: dtypes, libraries.
-        ValueError: shapes, strides, devices, a cache that shares memory with another argument; on
-            the CPU a place that does not exist.
+        ValueError: shapes, strides, devices, scales, a cache that shares memory with another
+            argument; on the CPU a place that does not exist.
         NotImplementedError: inputs that require a gradient.
     """
-    APPEND("cache_append", (k, v, k_cache, v_cache, positions, sequences), ())
+    arrays = (k, v, k_cache, v_cache, positions, page_table, sequences, slots, k_scale, v_scale)
+    APPEND(FUNCTION, arrays, ())
 
 
 def run(
     function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple
 ) -> tuple[None, ...]:
-    """`cache_append`, under the name of the function that was called."""
-    check = lambda: views_of(function, library, SPECS, arrays, plain=True)  # noqa: E731
+    """`cache_append`; the arrays are those of `SPECS`."""
     if library.on_cpu(arrays[0]):
-        views = check()
-        given = [x for x in arrays if x is not None]
-        Written(function, views, CACHES).check([library.pointer(x) for x in given])
-        reference.append(function, library, *arrays)
+        written = _written(function, library, arrays)
+        written.check([library.pointer(x) for x in arrays if x is not None])
+        *new, k_cache, v_cache = arrays[:4]
+        slots = _slots(function, library, arrays)
+        reference.append(library, *new, (k_cache, v_cache), slots, arrays[-2:])
         return ()
     if is_followed(library, arrays):
-        check()
+        _written(function, library, arrays)
     key, pointers = _plans.key(library, arrays, function)
     written = _plans.get(key)
     if written is None:
-        written = _plans.add(key, Written(function, check(), CACHES))
-    written.check([x for x in pointers if x])
-    k, v, k_cache, v_cache, positions, sequences = arrays
-    places = (positions, None, sequences, None, None)
-    kv_cache.append(function, library, (k, v, k_cache, v_cache, *places, None, None))
-    library.wrote(*arrays[2:4])
+        written = _plans.add(key, _written(function, library, arrays))
+    written.check([y for x, y in zip(arrays, pointers) if x is not None])
+    if environment.current().debug:
+        _slots(function, library, arrays)
+    kv_cache.append(function, library, (*arrays[:8], None, *arrays[8:]))
+    library.wrote(*arrays[2:4], *(x for x in arrays[-2:] if x is not None))
     return ()
 
 
 APPEND = Operation(run, native="k")
+
+
+def _written(function: str, library: Any, arrays: tuple[Array | None, ...]) -> Written:
+    *_, positions, table, sequences, slots, _, _ = arrays
+    others = [x is not None for x in (positions, table, sequences)]
+    if any(others) if slots is not None else not others[0]:
+        fact = "positions must be int32 (rows,), with or without sequences and a page_table, or "
+        got = "both or neither" if slots is None or others[0] else "slots and a table or sequences"
+        raise TypeError(f"{function}: {fact}slots alone int64 (rows,), got {got}")
+    views = views_of(function, library, SPECS, arrays, plain=True)
+    cache = views["k_cache"].shape
+    written = [*CACHES, *(SCALES if check_scales(function, views, cache[:3]) else ())]
+    if table is None and slots is None:
+        return Written(function, views, written)
+    return WrittenCaches(function, views, written, CACHES)
+
+
+def _slots(function: str, library: Any, arrays: tuple[Array | None, ...]) -> numpy.ndarray:
+    """The slot of each row, on the CPU.
+
+    Raises:
+        ValueError: a place that does not exist.
+    """
+    k, _, cache, _, positions, table, sequences, slots, *_ = arrays
+    pages, size = cache.shape[:2]
+    numbers = lambda x: numpy.asarray(library.to_list(x), "int64")  # noqa: E731
+    if slots is not None:
+        found = numbers(slots)
+        _require_within(function, "slots", found, -1, pages * size)
+        return found
+    keys = numbers(positions)
+    rows = numpy.arange(len(k)) if sequences is None else numbers(sequences)
+    _require_within(function, "sequences", rows, 0, pages if table is None else len(table))
+    _require_within(function, "positions", keys, 0, size * (1 if table is None else table.shape[1]))
+    if table is not None:
+        table = numbers(table).reshape(tuple(table.shape))
+        rows = table[rows, keys // max(1, size)]
+        _require_within(function, "page_table", rows, 0, pages)
+        keys = keys % max(1, size)
+    return rows * size + keys
+
+
+def _require_within(function: str, name: str, x: numpy.ndarray, least: int, end: int) -> None:
+    if x.size and not least <= x.min() <= x.max() < end:
+        fact = f"{name} must be from {least} to {end - 1}"
+        raise ValueError(f"{function}: {fact}, got {x.min()} to {x.max()}")

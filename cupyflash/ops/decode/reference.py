@@ -2,7 +2,7 @@
 
 Sampling gives the same bits as ``cuda_src/decode/sample.cu``: weights are integers, and every
 operation on floats before is float32 and rounded by itself. Arrays have been checked, but for what
-a GPU alone knows too: an index that does not exist is an error in `append` and `embedding`.
+a GPU alone knows too: an index that does not exist is an error in `embedding`.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,20 @@ from typing import Any
 
 import numpy
 
+from ...runtime import loaded
 from ...runtime.array import Array
 from ...runtime.philox import philox
 from ...runtime.structs import header
+from ..attention.reference import attention_varlen
+from .cached import ARRAYS
+from .cached_checks import sequences_of
 
 ONE = header("decode/probability.cuh").ONE
 TERMS = [
     numpy.float32(float.fromhex(term))
     for term in ("1.e974fap-10", "1.277856p-7", "1.c91ce6p-5", "1.ebdb56p-3", "1.62e4bap-1", "1p0")
 ]  # of the polynomial of 2^x
+LARGEST_INT8, LARGEST_E4M3 = 127, 448
 LARGEST_MANTISSA = numpy.float32(float.fromhex("1.fffffep0"))
 
 
@@ -46,23 +51,130 @@ def embedding(
 
 
 def append(
-    function: str,
     library: Any,
     k: Array,
     v: Array,
-    k_cache: Array,
-    v_cache: Array,
-    positions: Array,
-    sequences: Array | None,
+    caches: Sequence[Array],
+    slots: numpy.ndarray,
+    scales: Sequence[Array | None] = (None, None),
 ) -> None:
-    """`cache_append` on arrays of a library on the CPU."""
-    rows = list(range(len(k))) if sequences is None else library.to_list(sequences)
-    positions = library.to_list(positions)
-    _require_indices(function, "sequences", rows, k_cache.shape[0])
-    _require_indices(function, "positions", positions, k_cache.shape[1])
-    for row, (sequence, position) in enumerate(zip(rows, positions)):
-        k_cache[sequence, position] = k[row]
-        v_cache[sequence, position] = v[row]
+    """Writes rows of keys and values into a cache of a library on the CPU.
+
+    Args:
+        k, v: (rows, heads, head_dim).
+        caches: those of keys and of values, (num_pages, page_size, heads, head_dim).
+        slots: (rows,), the row ``page * page_size + i`` of the cache; -1 skips.
+        scales: of caches of 8 bits, float32. Those of shape (num_pages, page_size, heads) are
+            computed and written, one of a head of a row; others divide what is written.
+    """
+    kept = slots >= 0
+    where = tuple(map(library.from_numpy, numpy.divmod(slots[kept], max(1, caches[0].shape[1]))))
+    for new, cache, scale in zip((k, v), caches, scales):
+        rows = new if kept.all() else new[library.from_numpy(numpy.flatnonzero(kept))]
+        if scale is None:
+            cache[where] = rows
+        else:
+            _put_narrow(library, library.to_numpy(rows).astype("float32"), cache, scale, where)
+
+
+def gather(
+    library: Any,
+    cache: Array,
+    scale: Array | None,
+    pages: numpy.ndarray,
+    starts: numpy.ndarray,
+    ends: numpy.ndarray,
+) -> numpy.ndarray:
+    """(total, heads, head_dim), the keys from ``starts`` to ``ends`` of each sequence, one
+    sequence after another; float32 of a cache of 8 bits, whose scale multiplies them.
+
+    Args:
+        pages: (batch, max_pages), the pages of each sequence.
+    """
+    size, counts = max(1, cache.shape[1]), ends - starts
+    of = numpy.repeat(numpy.arange(len(counts)), counts)
+    keys = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts - starts, counts)
+    where = pages[of, keys // size], keys % size
+    rows = _bits(cache)[tuple(map(library.from_numpy, where))].view(cache.dtype)
+    if scale is None:
+        return library.to_numpy(rows)
+    rows = rows.astype("float32") if isinstance(rows, numpy.ndarray) else rows.float().numpy()
+    return rows * numpy.broadcast_to(library.to_numpy(scale), cache.shape[:3])[where][..., None]
+
+
+def attention_with_cache(
+    library: Any, arrays: Sequence[Array | None], shape: Any, options: Any
+) -> tuple[Array, Array]:
+    """(out, lse) of checked arrays of a library on the CPU, whose caches get k and v.
+
+    Args:
+        arrays: those of `cupyflash.ops.decode.cached.ARRAYS`.
+        shape, options: a `CachedShape` and `CachedOptions`.
+    """
+    call = dict(zip(ARRAYS, arrays))
+    new, ends, starts = sequences_of(library, call, shape, options)
+    pages = _pages(library, call, shape)
+    caches = (call["k_cache"], call["v_cache"]), (call["k_scale"], call["v_scale"])
+    if shape.appends:
+        of = numpy.repeat(numpy.arange(shape.batch), new)
+        last = numpy.repeat(ends - numpy.cumsum(new), new)
+        keys = last + numpy.arange(len(of))
+        slots = pages[of, keys // shape.page_size] * shape.page_size + keys % shape.page_size
+        rows = (x.reshape(-1, *x.shape[-2:]) for x in (call["k"], call["v"]))
+        append(library, *rows, caches[0], slots, caches[1])
+    k, v = (gather(library, *x, pages, starts, ends) for x in zip(*caches))
+    extras = ("alibi_slopes", "sinks")
+    out, lse = attention_varlen(
+        library.to_numpy(call["q"]),
+        k,
+        v,
+        None if call["cu_seqlens_q"] is None else library.to_numpy(call["cu_seqlens_q"]),
+        numpy.concatenate([[0], numpy.cumsum(ends - starts)]),
+        causal=options.causal,
+        scale=options.scale,
+        window=options.window,
+        softcap=options.softcap,
+        **{name: None if call[name] is None else library.to_numpy(call[name]) for name in extras},
+    )
+    out = library.from_numpy(out, call["q"])
+    if call["out"] is not None:
+        call["out"][...] = out
+        out = call["out"]
+    return out, library.from_numpy(lse)
+
+
+def _put_narrow(
+    library: Any, rows: numpy.ndarray, cache: Array, scale: Array, where: tuple[Array, Array]
+) -> None:
+    """Writes rows in float32 to places of a cache of 8 bits, and their scales if each has one."""
+    exact = str(cache.dtype).endswith("int8")
+    largest = numpy.float32(LARGEST_INT8 if exact else LARGEST_E4M3)
+    if tuple(scale.shape) == tuple(cache.shape[:3]):
+        scales = numpy.abs(rows).max(-1) / largest
+        scale[where] = library.from_numpy(scales)
+        scales = numpy.where(scales == 0, numpy.float32(1), scales)
+    else:
+        whole = numpy.broadcast_to(library.to_numpy(scale), cache.shape[:3])
+        scales = whole[tuple(map(library.to_numpy, where))]
+    values = rows / scales[..., None]
+    values = numpy.clip(numpy.rint(values), -128, 127) if exact else values.clip(-largest, largest)
+    _bits(cache)[where] = _bits(library.cast(library.from_numpy(values), cache))
+
+
+def _bits(cache: Array) -> Array:
+    """An array of a dtype that its library can index: of float8, which torch cannot, the bytes."""
+    if not str(cache.dtype).removeprefix("torch.").startswith("float8"):
+        return cache
+    return cache.view("uint8" if isinstance(cache, numpy.ndarray) else loaded.torch.uint8)
+
+
+def _pages(library: Any, call: dict[str, Array | None], shape: Any) -> numpy.ndarray:
+    """(batch, max_pages), the page of each key block of a sequence."""
+    if call["page_table"] is not None:
+        return library.to_numpy(call["page_table"]).astype("int64")
+    if call["sequences"] is not None:
+        return library.to_numpy(call["sequences"]).astype("int64")[:, None]
+    return numpy.arange(shape.batch)[:, None]
 
 
 def _require_indices(function: str, name: str, indices: list[int], size: int) -> None:

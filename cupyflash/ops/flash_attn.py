@@ -10,9 +10,11 @@ packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
 
 from typing import NoReturn
 
-from ...runtime.array import Array
-from .flash_attn_calls import Lengths, call, unpack
-from .foreign import refuse, refuses_foreign
+from ..runtime.array import Array
+from ..runtime.checks import plain_flag
+from .attention.flash_attn_calls import Lengths, call, unpack
+from .attention.foreign import refuse, refuses_foreign
+from .flash_attn_paged import paged_varlen
 
 
 @refuses_foreign
@@ -146,26 +148,32 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: the longest sequences; not used of padded ones.
         seqused_q, seqused_k: int32 (batch,), the first rows of each sequence that count, as in
             `cupyflash.attention`.
+        block_table: int32 (batch, max_pages): k and v are pages of any size, (num_pages, page_size,
+            heads_kv, head_dim), and key j of sequence b is row ``j % page_size`` of page
+            ``block_table[b, j // page_size]``; the lengths are those of cu_seqlens_k or seqused_k.
 
     Returns:
         out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None), of padded
         queries softmax_lse (batch, heads_q, seqlen_q).
 
     Raises:
-        NotImplementedError: block_table, and as `cupyflash.attention`.
+        NotImplementedError: dropout, gradients or seqused_q with a block_table, and as
+            `cupyflash.attention`.
         TypeError, ValueError: as `cupyflash.attention`.
     """
     if foreign:
         refuse(flash_attn_varlen_func, foreign)
     function = "flash_attn_varlen_func"
-    if block_table is not None:
-        fact = "paged keys and values are not built, block_table must be None"
-        raise NotImplementedError(f"{function}: {fact}, got a {type(block_table).__name__}")
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     options = {
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
         "window": window_size, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
+    if block_table is not None:
+        return paged_varlen(
+            function, (q, k, v), lengths, block_table, options, alibi_slopes, sinks,
+            plain_flag(function, "return_attn_probs", return_attn_probs),
+        )  # fmt: skip
     return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
 
 

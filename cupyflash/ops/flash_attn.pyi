@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, overload
 
 from typing_extensions import Unpack
 
-from ...runtime.array import ArrayLike, ArrayT
+from ..runtime.array import ArrayLike, ArrayT
 
 class _FlashOptions(TypedDict, total=False):
     dropout_p: float
@@ -22,6 +22,9 @@ class _FlashOptions(TypedDict, total=False):
 class _VarlenOptions(_FlashOptions, total=False):
     seqused_q: ArrayLike | None
     seqused_k: ArrayLike | None
+
+class _PagedOptions(_VarlenOptions, total=False):
+    block_table: ArrayLike | None
 
 @overload
 def flash_attn_func(
@@ -130,7 +133,7 @@ def flash_attn_varlen_func(
     alibi_slopes: ArrayLike | None = None,
     deterministic: bool = False,
     return_attn_probs: Literal[False] = False,
-    block_table: None = None,
+    block_table: ArrayLike | None = None,
     *,
     sinks: ArrayLike | None = None,
     seqused_q: ArrayLike | None = None,
@@ -147,7 +150,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *positional: Any,
     return_attn_probs: Literal[True],
-    **options: Unpack[_VarlenOptions],
+    **options: Unpack[_PagedOptions],
 ) -> tuple[ArrayT, ArrayT, None]: ...
 @overload
 def flash_attn_varlen_func(
@@ -160,7 +163,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *positional: Any,
     return_attn_probs: bool,
-    **options: Unpack[_VarlenOptions],
+    **options: Unpack[_PagedOptions],
 ) -> ArrayT | tuple[ArrayT, ArrayT, None]: ...
 @overload
 def flash_attn_varlen_kvpacked_func(

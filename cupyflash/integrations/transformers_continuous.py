@@ -1,0 +1,152 @@
+"""transformers' continuous batching (``generate_batch``, ``transformers serve``) for this package.
+
+Continuous batching takes implementations with "flash" in their names only, and for its block tables
+those that its import of flash-attn's functions knows. A model on "cupy_attention" switches to
+`CONTINUOUS` when a manager of continuous batching takes it, and back when that stops.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.decode.cached_attention import attention_with_cache
+from .transformers_mask import FUNCTION
+from .transformers_models import CONTINUOUS, NAME
+
+Attention = Callable[..., tuple[Tensor, None]]
+
+
+def register(attention: Attention) -> None:
+    """Adds `CONTINUOUS` to transformers, where it has continuous batching by such names.
+
+    Args:
+        attention: that of "cupy_attention", which computes the steps without a block table.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import modeling_flash_attention_utils as flash
+        from transformers.generation.continuous_batching import continuous_api
+        from transformers.masking_utils import flash_attention_mask
+
+        manager = continuous_api.ContinuousBatchingManager
+        switch, imports = manager.switch_to_cb_friendly_attn, flash._lazy_imports
+    except (ImportError, AttributeError):  # an older version, whose manager refuses the name
+        return
+    if getattr(manager, "_cupyflash_switches", False):
+        return
+
+    @functools.wraps(switch)
+    def switched(self: Any, model: Any, *arguments: Any, **options: Any) -> None:
+        if model.config._attn_implementation != NAME:
+            return switch(self, model, *arguments, **options)
+        model.set_attn_implementation(CONTINUOUS)
+        self._original_attn_impl = NAME
+        return None
+
+    @functools.wraps(imports)
+    def imported(implementation: str | None, *arguments: Any, **options: Any) -> tuple:
+        if implementation != CONTINUOUS:
+            return imports(implementation, *arguments, **options)
+        return _functions()
+
+    manager.switch_to_cb_friendly_attn, manager._cupyflash_switches = switched, True
+    flash._lazy_imports = imported
+    AttentionInterface.register(CONTINUOUS, functools.partial(continuous_attention, attention))
+    AttentionMaskInterface.register(CONTINUOUS, flash_attention_mask)
+
+
+def _functions() -> tuple[Callable, ...]:
+    """What transformers imports of flash-attn; it asks for a function that takes block tables."""
+    import cupyflash
+
+    return (
+        cupyflash.flash_attn_func,
+        cupyflash.flash_attn_varlen_func,
+        cupyflash.flash_attn_with_kvcache,
+        cupyflash.pad_input,
+        cupyflash.unpad_input,
+    )
+
+
+def continuous_attention(
+    attention: Attention,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    block_table: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a step of continuous batching; tensors as those of `attention`.
+
+    Args:
+        query, key, value: packed sequences; with a block table a token of each.
+        block_table: int32 (batch, max_pages), the pages of ``k_cache`` and ``v_cache``, (num_pages,
+            page_size, heads, head_dim), that the sequences have.
+        options: as for `attention`; ``cu_seq_lens_k`` counts the new tokens.
+
+    Raises:
+        NotImplementedError: a call from elsewhere than continuous batching; dropout with a block
+            table; and as `cupyflash.attention_with_cache`.
+    """
+    if block_table is None and options.get("read_index") is None:
+        fact = f'"{CONTINUOUS}" is for continuous batching alone, which a model on "{NAME}"'
+        raise NotImplementedError(f"{FUNCTION}: {fact} switches to by itself, got another call")
+    if block_table is None:
+        return attention(module, query, key, value, attention_mask, **options)
+    if options.get("dropout"):
+        fact = "dropout must be 0 with a block table"
+        raise NotImplementedError(f"{FUNCTION}: {fact}, got {options['dropout']}")
+    q, k, v = (
+        x.transpose(1, 2).reshape(-1, 1, x.shape[1], x.shape[3]) for x in (query, key, value)
+    )
+    count, ends, sliding = len(q), options["cu_seq_lens_k"], options.get("sliding_window")
+    before = (ends[1 : count + 1] - ends[:count] - 1).int()
+    sinks = options.get("s_aux")
+    out = attention_with_cache(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        before,
+        page_table=block_table,
+        scale=options.get("scaling"),
+        softcap=options.get("softcap") or 0.0,
+        window=(sliding - 1, 0) if sliding else None,
+        sinks=None if sinks is None else sinks.detach(),
+    )
+    return out.view(query.shape[0], -1, *out.shape[2:]), None
+
+
+def command(arguments: list[str]) -> None:
+    """transformers' own command line, with "cupy_attention" as its implementation of attention.
+
+    Args:
+        arguments: those of the command, the first the name of the program; changed in place.
+    """
+    from transformers.cli import transformers as cli
+    from transformers.cli.serving.model_manager import ModelManager
+
+    validate = ModelManager._validate_args
+
+    @functools.wraps(validate)
+    def validated(self: Any) -> None:
+        """It knows transformers' own names."""
+        name = self.attn_implementation
+        self.attn_implementation = None if name == NAME else name
+        validate(self)
+        self.attn_implementation = name
+
+    ModelManager._validate_args = validated
+    serves = "serve" in arguments[1:2]
+    if serves and not any(x.startswith("--attn-implementation") for x in arguments):
+        arguments += ["--attn-implementation", NAME]
+    cli.main()

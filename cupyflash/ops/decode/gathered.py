@@ -1,0 +1,90 @@
+"""Attention with a cache in steps: append, gather the keys of each sequence, the forward kernels.
+
+No length leaves the GPU: each sequence has room for as many keys as its row of the table, and the
+forward is told on the GPU how many of them count.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...runtime.array import Array, View
+from ...runtime.scratch import array_operations
+from ..attention.dispatch import forward
+from ..attention.options import Extras, plain_options
+from . import kv_cache
+from .cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
+from .cached_checks import NARROW
+
+
+class GatheredPlan:
+    """The plan of calls that no single launch takes."""
+
+    def __init__(
+        self,
+        function: str,
+        library: Any,
+        shape: CachedShape,
+        options: CachedOptions,
+        views: Mapping[str, View],
+    ) -> None:
+        self.function, self.library = function, library
+        self.shape, self.options = shape, options
+        lengths = (shape.seqlen_q, shape.max_length) if shape.packed else None
+        self.plain = plain_options(
+            function,
+            causal=options.causal,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            layout="thd-bshd" if shape.packed else "bshd",
+            max_seqlens=lengths,
+        )
+        by_pages = views.keys() & {"page_table", "sequences", "leftpad"}
+        self.gathers = bool(by_pages) or views["k_cache"].dtype in NARROW
+
+    def __call__(
+        self, arrays: tuple[Array | None, ...], pointers: object = None
+    ) -> tuple[Array, Array | None]:
+        """(out, lse); ``arrays`` are those of `ARRAYS`."""
+        call = dict(zip(ARRAYS, arrays))
+        function, library, q = self.function, self.library, call["q"]
+        with array_operations(q):
+            if self.shape.appends:
+                places = ("positions", "page_table", "sequences")
+                names = ("k", "v", "k_cache", "v_cache", *places)
+                rest = (None, call["cu_seqlens_q"], call["k_scale"], call["v_scale"])
+                kv_cache.append(function, library, (*(call[name] for name in names), *rest))
+            lengths, starts = self._lengths(call)
+            k, v, counts = call["k_cache"], call["v_cache"], lengths
+            if self.gathers:
+                k, v = kv_cache.gather(
+                    function, library, q, (k, v), (call["k_scale"], call["v_scale"]),
+                    lengths, starts, call["page_table"], call["sequences"], self.shape.max_length,
+                )  # fmt: skip
+                counts = lengths if starts is None else lengths - starts
+            extras = Extras(
+                cu_seqlens_q=call["cu_seqlens_q"],
+                alibi_slopes=call["alibi_slopes"],
+                sinks=call["sinks"],
+                seqused_k=counts,
+            )
+            need_lse = self.options.return_lse
+            out, lse = forward(function, library, (q, k, v, *extras), (self.plain, need_lse))
+            if call["out"] is not None:
+                call["out"][...] = out
+                out = call["out"]
+        return out, lse
+
+    def _lengths(self, call: Mapping[str, Array | None]) -> tuple[Array, Array | None]:
+        """The keys of each sequence, and the first that is seen; None: the first of all."""
+        ends, lengths, new = call["cu_seqlens_q"], call["positions"], self.shape.seqlen_q
+        if ends is not None:
+            new = ends[1:] - ends[:-1]
+        if self.shape.counted:
+            lengths = lengths + new
+        lengths, starts = lengths.clip(0, self.shape.max_length), call["leftpad"]
+        left = UNLIMITED if self.options.window is None else self.options.window[0]
+        if self.gathers and left < UNLIMITED:
+            first = (lengths - new - left).clip(min=0)
+            starts = first if starts is None else first.clip(min=starts)
+        return lengths, None if starts is None else starts.clip(min=0).clip(max=lengths)
