@@ -2,7 +2,7 @@
 
 | Module | What it is for |
 |---|---|
-| text.py | `Text`, which is a part of a kernel's configuration, and the header that kernels include |
+| text.py | `Text`, a part of a kernel's configuration, and the header that kernels include |
 | tree.py | what a text says: nodes, and the kind of each (bool, int or float) |
 | functions.py | the functions of the language, with their derivatives |
 | parse.py, write.py | from text to tree, and from a tree to text and to C++ |

@@ -175,7 +175,7 @@ class _Parser:
         if name in tree.NAMES and not (self.mask and name == "score"):
             return tree.name(name, place)
         known = ", ".join((tree.allowed_names(self.mask), *self.captures, *self.named))
-        self.refuse(token, f"an unknown name; names are {known}")
+        return self.refuse(token, f"an unknown name; names are {known}")
 
     def arguments(self) -> tuple[list[Node], int]:
         self.take("(")

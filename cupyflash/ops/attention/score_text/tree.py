@@ -93,7 +93,15 @@ CASTS = {"int": Kind.INT, "float": Kind.FLOAT, "bool": Kind.BOOL}
 CONSTANTS = {"INF": math.inf, "PI": math.pi, "true": True, "false": False}
 COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 BITWISE = ("&", "|", "^")
-RESERVED = {*NAMES, *CASTS, *CONSTANTS, *FUNCTIONS, "where", "captures"}
+# The words of C++, and what the generated code uses: no capture and no part has such a name.
+WORDS = """
+    alignas alignof and asm auto bitand bitor break case catch char class const constexpr continue
+    decltype default delete divide do double else enum explicit export extern for friend goto if
+    inline long mutable namespace new noexcept not nullptr operator or private protected public
+    register return short signed sizeof static struct switch template this throw try typedef typeid
+    typename union unsigned using virtual void volatile wchar_t while xor N
+"""
+RESERVED = {*NAMES, *CASTS, *CONSTANTS, *FUNCTIONS, "where", "captures", *WORDS.split()}
 
 
 def literal(value: bool | int | float, place: Place = None) -> Node:
@@ -203,6 +211,8 @@ def _call(op: str, args: Sequence[Node], place: Place) -> Node:
         kind = max(Kind.INT, *(x.kind for x in args))
     if kind == Kind.INT:
         return Node(op, kind, args, place=place)
+    if op == "pow" and args[1].op == "literal" and args[1].kind == Kind.INT:
+        return Node(op, kind, (as_float(args[0]), args[1]), place=place)  # products, not logarithms
     args = [as_float(x) for x in args]
     if op == "floor_div":
         return apply("floor", [apply("/", args, place)], place)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .parse import PRECEDENCE
-from .tree import BITWISE, COMPARISONS, Node
+from .tree import BITWISE, COMPARISONS, Kind, Node
 
 UNARY = {"neg": "-", "!": "!", "~": "~"}
 TIGHTEST = max(PRECEDENCE.values()) + 1  # of unary operators
@@ -51,6 +51,8 @@ class _Writer:
 
     def expression(self, x: Node, least: int) -> str:
         level = PRECEDENCE.get(x.op)
+        if self.cpp and x.op == "/" and x.kind == Kind.FLOAT:  # C++'s own has a slow path in a call
+            return f"divide({self.write(x.args[0], 0)}, {self.write(x.args[1], 0)})"
         if level is not None:
             left, right = (
                 self.write(side, self.side_level(x.op, side, level + i))
@@ -71,6 +73,8 @@ class _Writer:
         name = x.op
         if x.op == "capture":
             name = f"captures.{x.value.name}" if self.cpp else x.value.name
+            if not (x.args or self.cpp):
+                return name
         return f"{name}({', '.join(self.write(y, 0) for y in x.args)})"
 
     def side_level(self, op: str, side: Node, level: int) -> int:
