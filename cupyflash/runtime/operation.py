@@ -113,7 +113,7 @@ class Operation:
             raise TypeError(f"{function}: {name} must be an array, got NoneType")
         known = list(arrays)
         for place, x in enumerate(arrays):
-            number = isinstance(x, int | numpy.integer) and place != self.first
+            number = isinstance(x, int | float | numpy.integer) and place != self.first
             if not (x is None or number or library_of(x)):
                 name = "arrays" if names is None else names(function, place)
                 known[place] = from_foreign(function, x, name)

@@ -21,6 +21,7 @@ import cupyflash
 from cupyflash import environment, jit
 from cupyflash.ops.attention import dispatch
 from cupyflash.ops.attention.options import Extras, Options, caller_name
+from cupyflash.ops.attention.score_text import Text
 from cupyflash.runtime.lookup import library_of
 
 BATCH = 2
@@ -40,6 +41,7 @@ CHANGES = {
     "dropout_p": (DROPPED, 0.5, 0.25),
     "deterministic": (PACKED, False, True),  # blocks that take whole heads need no other order
     "precision": (PLAIN, "ieee", "tf32"),
+    "text": (PLAIN, None, Text("score * (1 + query) - 0.1 * key", "key != query", ())),
     "cu_seqlens_q": (PACKED, [0, 72, 144], [0, 60, 144]),
     "cu_seqlens_k": (PACKED, [0, 72, 144], [0, 60, 144]),
     "alibi_slopes": (PLAIN, None, numpy.linspace(0.1, 0.9, HEADS, dtype="float32")),
@@ -110,6 +112,7 @@ def test_every_field_is_an_argument():
     varlen = inspect.signature(cupyflash.flash_attn_varlen_func).parameters
     named = {*inspect.signature(cupyflash.attention).parameters, *varlen}
     named |= {"max_seqlens"} if {"max_seqlen_q", "max_seqlen_k"} <= named else set()
+    named |= {"text"} if {"score", "mask"} <= named else set()
     named |= {"key_mask"} & {caller_name("triangle_attention", "mask"), "key_mask"}
     assert CHANGES.keys() <= named
 
@@ -123,7 +126,7 @@ def test_reference(field):
     assert all(same) if field in NOT_IN_REFERENCE else not any((out, *gradients))
 
 
-@pytest.mark.parametrize("field", CHANGES)
+@pytest.mark.parametrize("field", CHANGES.keys() - {"text"})
 def test_torch_operators(field):
     torch = pytest.importorskip("torch")
     value = CHANGES[field][2]

@@ -5,14 +5,16 @@ Layout (batch, seqlen, heads, head_dim), or (total, heads, head_dim) for packed 
 both differentiable: the probabilities themselves exist nowhere.
 
 What flash-attn 2.8 does not have is keyword-only: ``sinks`` as in `cupyflash.attention`, and of
-packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
+packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3, ``score`` and ``mask``.
 """
 
+from collections.abc import Callable
 from typing import NoReturn
 
 from ...runtime.array import Array
 from .flash_attn_calls import Lengths, call, unpack
 from .foreign import refuse, refuses_foreign
+from .score_text.scores import Mask, Score
 
 
 @refuses_foreign
@@ -130,6 +132,8 @@ def flash_attn_varlen_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    score: Score | Callable | None = None,
+    mask: Mask | Callable | None = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """Attention of sequences packed one after another, without padding.
@@ -146,6 +150,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: the longest sequences; not used of padded ones.
         seqused_q, seqused_k: int32 (batch,), the first rows of each sequence that count, as in
             `cupyflash.attention`.
+        score, mask: as in `cupyflash.attention`, with batch the number of the sequence, and query
+            and key counted from its beginning.
 
     Returns:
         out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None), of padded
@@ -166,7 +172,8 @@ def flash_attn_varlen_func(
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
         "window": window_size, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
-    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+    written = (alibi_slopes, sinks, return_attn_probs, lengths, score, mask)
+    return call(function, q, k, v, options, *written)
 
 
 @refuses_foreign
@@ -189,6 +196,8 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    score: Score | Callable | None = None,
+    mask: Mask | Callable | None = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim), or padded (batch,
@@ -203,7 +212,8 @@ def flash_attn_varlen_kvpacked_func(
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
         "window": window_size, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
-    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+    written = (alibi_slopes, sinks, return_attn_probs, lengths, score, mask)
+    return call(function, q, k, v, options, *written)
 
 
 @refuses_foreign
@@ -223,6 +233,8 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    score: Score | Callable | None = None,
+    mask: Mask | Callable | None = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
@@ -237,4 +249,5 @@ def flash_attn_varlen_qkvpacked_func(
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
         "window": window_size, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
-    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+    written = (alibi_slopes, sinks, return_attn_probs, lengths, score, mask)
+    return call(function, q, k, v, options, *written)

@@ -37,6 +37,7 @@ from .options import (
     encode,
 )
 from .plan import result_strides
+from .preparation import refuse_slopes
 from .problem import kernel_head_dim
 
 LIBRARY = library_of(torch.empty(0))
@@ -125,8 +126,8 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
     out, lse = output
-    if ctx.needs_input_grad[3 + SLOPES]:  # dispatch.prepared, which torch.compile skips, says so
-        dispatch.refuse_slopes(arguments[NUM_EXTRAS])
+    if ctx.needs_input_grad[3 + SLOPES]:  # `prepared`, which torch.compile skips, says so
+        refuse_slopes(arguments[NUM_EXTRAS])
     ctx.save_for_backward(q, k, v, out, lse, *arguments[:NUM_EXTRAS])
     ctx.arguments = arguments[NUM_EXTRAS:]
     ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing

@@ -74,7 +74,7 @@ class _Parser:
         self.tokens, self.at = _tokens(text), 0
         self.captures, self.mask = {x.name: x for x in captures}, mask
         self.named: dict[str, Node] = {}
-        self.bracketed: set[int] = set()  # nodes that stand in parentheses
+        self.bracketed: dict[int, Node] = {}  # by their ids, those in parentheses, and parts
 
     @property
     def next(self) -> Token:
@@ -97,7 +97,8 @@ class _Parser:
             if token.text in tree.RESERVED | self.captures.keys() | self.named.keys():
                 self.refuse(token, "a part needs a name that nothing else has")
             self.take("=")
-            self.named[token.text] = self.expression()
+            part = self.named[token.text] = self.expression()
+            self.bracketed[id(part)] = part
             self.take(";")
         result = self.expression()
         if self.next.kind != "end":
@@ -146,7 +147,7 @@ class _Parser:
             inside = self.expression()
             end = self.take(")").place[1]
             x = Node(inside.op, inside.kind, inside.args, inside.value, (token.place[0], end))
-            self.bracketed.add(id(x))
+            self.bracketed[id(x)] = x
             return x
         if token.kind == "number":
             return _number(token)

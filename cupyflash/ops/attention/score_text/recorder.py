@@ -212,6 +212,9 @@ class Recorder:
             part = tree.apply("erf", [tree.apply("*", [x, tree.literal(math.sqrt(0.5))])])
         return tree.apply("*", [half, tree.apply("+", [tree.literal(1.0), part])])
 
+    def call_relu(self, x: Any, inplace: bool = False) -> Node:
+        return tree.apply("relu", [self.node(x)])
+
     def call_silu(self, x: Any, inplace: bool = False) -> Node:
         x = self.node(x)
         return tree.apply("*", [x, tree.apply("sigmoid", [x])])
@@ -246,6 +249,6 @@ class Recorder:
         return self.filled(x, value, dtype)
 
     def filled(self, like: Any, value: Any, dtype: Any) -> Node:
-        x = self.node(value)
+        x = tree.literal(value) if isinstance(value, int | float) else self.node(value)
         kind = self.node(like).kind.name.lower()
         return self.call_to(StandIn(self, x), dtype or kind)

@@ -65,6 +65,9 @@ class _Written:
             self.text = to_text(traced.tree)
         except TextError as error:
             raise _traced_error(function, error) from None
+        except IndexError as error:  # of NumPy, or of what is like it
+            fact = "give arrays that an object holds by keyword, Score(function, table=table)"
+            raise TypeError(f"{function}: {fact}, got {error}, in {place_of(error)}") from error
         read = _names_read(traced.tree)
         used = [i for i, x in enumerate(traced.captures) if x.name in read]
         self.captures = tuple(traced.captures[i] for i in used)
@@ -259,11 +262,3 @@ def _traced_error(function: str, error: TextError) -> Exception:
 
 def _kind(x: Any) -> str:
     return short(x) if isinstance(x, str) or library_of(x) else f"a {type(x).__name__}"
-
-
-def refuse_beside(function: str, text: Text, softcap: Any, alibi_slopes: Any) -> None:
-    """Raises ValueError for a score beside options that are scores themselves."""
-    for name, given in (("softcap", softcap != 0), ("alibi_slopes", alibi_slopes is not None)):
-        if text.score and given:
-            fact = f"{name} must be left out beside score=, whose text says it"
-            raise ValueError(f"{function}: {fact}, got both")

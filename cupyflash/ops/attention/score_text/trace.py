@@ -59,7 +59,8 @@ def trace(function: Callable, mask: bool, keywords: dict[str, Any]) -> Traced:
         raise TextError(TypeError, f"{fact}, allowed is {'a condition' if mask else 'a score'}")
     if isinstance(result, tuple | list):
         raise TextError(TypeError, f"a function returns one score, got {len(result)} results")
-    node = require_result(recorder.node(result), mask)
+    plain = isinstance(result, int | float)
+    node = require_result(tree.literal(result) if plain else recorder.node(result), mask)
     captures, values = zip(*recorder.captures.values()) if recorder.captures else ((), ())
     return Traced(node, tuple(captures), tuple(values))
 

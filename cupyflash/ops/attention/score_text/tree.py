@@ -189,6 +189,8 @@ def _cast(op: str, args: Sequence[Node], place: Place) -> Node:
     kind = CASTS[op]
     if x.kind == kind:
         return x
+    if x.op == "literal" and not math.isinf(x.value):
+        return literal({"int": int, "float": float, "bool": bool}[op](x.value), place)
     if x.of_score and x.kind == Kind.FLOAT:
         fact = f"{op}() of what depends on the score has no derivative, allowed are floor and where"
         raise TextError(TypeError, fact, place)
