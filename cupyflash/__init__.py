@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .ops.attention.flash_attn import (
         flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
     )
+    from .ops.attention.flex import flex_attention as flex_attention
     from .ops.attention.score_text.scores import Mask as Mask
     from .ops.attention.score_text.scores import Score as Score
     from .ops.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
@@ -57,6 +58,7 @@ MODULES = {
     "ops.attention.flash_attn": "flash_attn_func flash_attn_kvpacked_func "
     "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_varlen_kvpacked_func "
     "flash_attn_varlen_qkvpacked_func",
+    "ops.attention.flex": "flex_attention",
     "ops.attention.score_text.scores": "Mask Score",
     "ops.attention.sdpa": "scaled_dot_product_attention",
     "ops.attention.triangle": "triangle_attention",

@@ -72,8 +72,8 @@ def attention(
             takes the place of ``scale * q k^T``; what the other options do comes after it. The
             arrays and numbers that it reads have gradients under torch. A function is traced at
             each call (0.3 ms), a `Score` once. Not with softcap and alibi_slopes.
-        mask: a function of (batch, head, query, key) or a `cupyflash.Mask`: True where the query
-            sees the key; what causal, window and bias hide stays hidden.
+        mask: a function of (batch, head, query, key), a `cupyflash.Mask` or a BlockMask of torch:
+            True where the query sees the key; what causal, window and bias hide stays hidden.
         dropout_p: probability, in steps of 2^-16, with which a weight becomes 0 after the softmax;
             the others are divided by 1 - dropout_p. The LSE is that of all weights.
         dropout_seed: from 0 to 2^63 - 1, or int64 of one element on the device of q; equal seeds

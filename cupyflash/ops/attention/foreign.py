@@ -59,7 +59,6 @@ ELSEWHERE = {
     "flash_attn_unpadded_qkvpacked_func": "flash_attn_varlen_qkvpacked_func",
     **dict.fromkeys(("flash_attention", "flash_attn", "sageattn"), "attention"),
     "memory_efficient_attention": "attention(q, k, v, bias=attn_bias, dropout_p=p, scale=scale)",
-    "flex_attention": "attention with causal, window, softcap, alibi_slopes or bias",
     "sdpa": "scaled_dot_product_attention",
     "LowerTriangularMask": "attention(q, k, v, causal='top-left')",
     **dict.fromkeys(("pad_input", "unpad_input"), "attention with seqused_q and seqused_k"),

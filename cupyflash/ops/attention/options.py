@@ -271,6 +271,7 @@ NAMES = {
     "flash_attn_varlen_kvpacked_func": _WINDOW | _KEY_VALUE,
     "flash_attn_varlen_qkvpacked_func": _WINDOW | _PACKED | _ONE_LENGTH,
     "scaled_dot_product_attention": _TORCH | {"bias": "attn_mask", "causal": "is_causal"},
+    "flex_attention": _TORCH | {"score": "score_mod", "mask": "block_mask"},
     "triangle_attention": {"key_mask": "mask", "return_lse": "return_aux"},
     "attention_with_cache": {"k": "k_cache", "v": "v_cache", "seqused_k": "positions"},
     "_flash_attention_forward": _TORCH | _ATEN,

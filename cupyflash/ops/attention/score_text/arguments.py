@@ -4,12 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ....runtime.array import Array
+from .block_mask import is_block_mask, mask_of
 from .scores import Mask, Score, written
 from .text import Text
 from .tree import Kind
 from .write import nodes
 
 NUM_EXTRAS = 9  # fields of `Extras`, which stand before the captures
+NAMES = {"flex_attention": ("score_mod", "block_mask")}  # of the arguments
+LAYOUT = 4  # its place in `Options`
+AXES = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2)}  # of batch, heads and seqlen
+BACKWARD = 7  # arrays before the optional ones, of which dout is the first
 
 
 class ScoreGradients(NamedTuple):
@@ -39,13 +44,34 @@ def with_text(
 
     Args:
         tensors: the number of arrays before the optional ones.
+        mask: also a BlockMask of torch.
 
     Raises:
         As `written`.
     """
-    text, captures = written(function, score, mask)
+    if is_block_mask(mask):
+        mask = _of_blocks(function, options, arrays[tensors == BACKWARD :], mask)
+    text, captures = written(function, score, mask, NAMES.get(function, ("score", "mask")))
     missing = tensors + NUM_EXTRAS - len(arrays)
     return (*options, text), (*arrays, *[None] * missing, *captures)
+
+
+def _of_blocks(function: str, options: tuple, arrays: tuple, mask: Any) -> Mask:
+    """The mask of a BlockMask for these options and q, k, ….
+
+    Raises:
+        NotImplementedError: packed sequences.
+        ValueError: other lengths.
+    """
+    layout, name = options[LAYOUT], NAMES.get(function, ("", "mask"))[1]
+    if layout not in AXES:
+        fact = f"{name} cannot be a BlockMask beside packed sequences, allowed is its mask_mod"
+        raise NotImplementedError(f"{function}: {fact}, got layout {layout!r}")
+    shapes = [tuple(getattr(x, "shape", ())) for x in arrays[:2]]
+    if any(len(shape) != 4 for shape in shapes):
+        raise ValueError(f"{function}: q and k must have four axes, got {shapes}")
+    sizes = [[shape[axis] for axis in AXES[layout]] for shape in shapes]
+    return mask_of(function, name, mask, *sizes)
 
 
 def with_gradients(function: str, options: tuple) -> tuple:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 
 from . import tree
-from .stand_in import ArrayStandIn, Elements, StandIn, is_array, is_host_number
+from .stand_in import ArrayStandIn, Elements, Fixed, StandIn, is_array, is_host_number
 from .tree import Capture, Kind, Node, TextError
 
 NAME = re.compile(r"[A-Za-z](?:_?[A-Za-z0-9])*")  # no two underscores, which C++ reserves
@@ -86,6 +86,8 @@ class Recorder:
             return tree.read(x.capture, x.indices)
         if isinstance(x, bool | numpy.bool_):
             return tree.literal(bool(x))
+        if isinstance(x, Fixed):
+            return tree.literal(int(x))
         if isinstance(x, numbers.Integral):
             return self.number(int(x))
         if isinstance(x, numbers.Real):

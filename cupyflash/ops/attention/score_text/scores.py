@@ -1,6 +1,8 @@
 """`Score` and `Mask`: what a caller writes, as a function or as text, with what it reads."""
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -68,10 +70,24 @@ class _Written:
         except IndexError as error:  # of NumPy, or of what is like it
             fact = "give arrays that an object holds by keyword, Score(function, table=table)"
             raise TypeError(f"{function}: {fact}, got {error}, in {place_of(error)}") from error
+        except TypeError as error:
+            self._require_arguments(function, source, captures)
+            raise error
         read = _names_read(traced.tree)
         used = [i for i, x in enumerate(traced.captures) if x.name in read]
         self.captures = tuple(traced.captures[i] for i in used)
         self.values = tuple(traced.values[i] for i in used)
+
+    def _require_arguments(self, function: str, source: Callable, captures: dict) -> None:
+        """Raises TypeError if the function does not take the arguments that it gets."""
+        names = [x for x in tree.NAMES if not (self.IS_MASK and x == "score")]
+        with contextlib.suppress(ValueError):  # a function without a signature
+            signature = inspect.signature(source)
+            try:
+                signature.bind(*names, **captures)
+            except TypeError as error:
+                fact = f"a function must take ({', '.join((*names, *captures))})"
+                raise TypeError(f"{function}: {fact}, got {signature}: {error}") from None
 
     def cuda(self, pass_: str) -> str:
         """The C++ that the kernels of a pass include, for this text alone.
@@ -128,18 +144,21 @@ class Mask(_Written):
     __slots__ = ()
 
 
-def written(function: str, score: Any, mask: Any) -> tuple[Text, tuple]:
+def written(
+    function: str, score: Any, mask: Any, names: tuple[str, str] = ("score", "mask")
+) -> tuple[Text, tuple]:
     """The text of a call, and the arrays and numbers that it reads.
 
     Args:
         score: a `Score`, a function, or None.
         mask: a `Mask`, a function, or None.
+        names: those of the two arguments, for errors.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `Score`.
     """
-    score = _made(function, "score", Score, score)
-    mask = _made(function, "mask", Mask, mask)
+    score = _made(function, names[0], Score, score)
+    mask = _made(function, names[1], Mask, mask)
     if mask is None:
         return score.alone, score.values
     if score is None:

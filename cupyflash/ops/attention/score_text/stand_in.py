@@ -100,6 +100,10 @@ for _name in (*ARITHMETIC, *COMPARISONS, "neg", "invert", "abs"):
     setattr(_Operations, f"__{_name}__", _operator(_name, False))
 
 
+class Fixed(int):
+    """A number that is compiled in, as one that stands in the code of a function."""
+
+
 class StandIn(_Operations):
     """Stands for a number of the text."""
 
