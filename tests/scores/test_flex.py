@@ -104,7 +104,7 @@ def test_wrong_calls():
         ((*qkv, None, blocks(3, 1, 24, 24)), {}, ValueError, "got a BlockMask of (3, 1)"),
         (narrow, {}, ValueError, "the same number of heads without enable_gqa"),
         (qkv, {"return_aux": flex.AuxRequest(max_scores=True)}, NotImplementedError, "largest"),
-        ((*qkv, causal), {}, TypeError, "a function must take (score, batch, head, query, key), got"),
+        ((*qkv, causal), {}, TypeError, "a function must take (score, batch, head, query, key)"),
         ((*qkv, "score"), {}, TypeError, "flex_attention: score_mod must be a function or a"),
         ((inputs.q, 3, inputs.v), {}, TypeError, "flex_attention: key must be"),
     ):
