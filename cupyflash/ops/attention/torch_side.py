@@ -22,11 +22,14 @@ class Forward:
     @staticmethod
     def traced(function: str, arrays: tuple, options: tuple[tuple, bool]) -> tuple[Tensor, Tensor]:
         """(out, lse) by the operator, for torch.compile, dispatch modes and tensor subclasses."""
-        from . import torch_ops
-
-        refuse_traced_text(function, options[0])
         prepare = with_seed if compiling() else prepared
         arrays = _autocast(prepare(function, LIBRARY, TENSORS, arrays, options[0]))
+        if text_of(options[0]) is not None:
+            from . import torch_text
+
+            return torch_text.attention(function, arrays, options[0])
+        from . import torch_ops
+
         return torch_ops.attention(function, arrays, options[0])
 
     @staticmethod
@@ -51,11 +54,14 @@ class Backward:
     @staticmethod
     def traced(function: str, arrays: tuple, options: tuple[tuple, bool]) -> Gradients:
         """The gradients by the operator."""
-        from . import torch_ops
-
-        refuse_traced_text(function, options[0])
         if not compiling():
             arrays = prepared(function, LIBRARY, BACKWARD_TENSORS, arrays, options[0])
+        if text_of(options[0]) is not None:
+            from . import torch_text
+
+            return torch_text.attention_backward(function, arrays, *options)
+        from . import torch_ops
+
         return torch_ops.attention_backward(function, arrays, *options)
 
 
@@ -96,12 +102,6 @@ class Attention(torch.autograd.Function):
         else:
             gradients = dispatch.backward(function, LIBRARY, arrays, options)
         return *gradients[:5], None, *gradients[5:]
-
-
-def refuse_traced_text(function: str, options: tuple) -> None:
-    if text_of(options) is not None:
-        fact = "score= and mask= have no torch operator"
-        raise NotImplementedError(f"{function}: {fact}, got a call that torch has to see")
 
 
 # Without the Python layer of `Attention.apply`, which is for transforms of torch.func: these are

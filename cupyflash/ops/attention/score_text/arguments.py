@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ....runtime.array import Array
+from ....runtime.array import Array, compiling
 from .block_mask import is_block_mask, mask_of
+from .encode import SEPARATOR
 from .scores import Mask, Score, written
 from .text import Text
 from .tree import Kind
@@ -49,11 +50,31 @@ def with_text(
     Raises:
         As `written`.
     """
+    missing = [None] * (tensors + NUM_EXTRAS - len(arrays))
+    if compiling():
+        text, captures = _traced(function, score, mask)
+        return (*options, text), (*arrays, *missing, *captures)
     if is_block_mask(mask):
         mask = _of_blocks(function, options, arrays[tensors == BACKWARD :], mask)
     text, captures = written(function, score, mask, NAMES.get(function, ("score", "mask")))
-    missing = tensors + NUM_EXTRAS - len(arrays)
-    return (*options, text), (*arrays, *[None] * missing, *captures)
+    return (*options, text), (*arrays, *missing, *captures)
+
+
+def _traced(function: str, score: Any, mask: Any) -> tuple[str, tuple]:
+    """The text as a string, and its captures, while torch.compile traces the call.
+
+    Raises:
+        NotImplementedError: a function, which cannot be traced within a trace.
+    """
+    strings, captures = [], ()
+    for x, kind in ((score, Score), (mask, Mask)):
+        if isinstance(x, kind):
+            strings.append(x.encoded)
+            captures = (*captures, *x.values)
+        elif x is not None:
+            fact = f"within torch.compile allowed is a cupyflash.{kind.__name__} from outside of it"
+            raise NotImplementedError(f"{function}: {fact}, got another object")
+    return SEPARATOR.join(strings), captures
 
 
 def _of_blocks(function: str, options: tuple, arrays: tuple, mask: Any) -> Mask:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy
 from ....runtime.checks import short
 from ....runtime.lookup import library_of
 from . import tree
+from .encode import encode_text, joined
 from .parse import parse
 from .stand_in import is_array, is_host_number
 from .text import CPP_TYPES, Text
@@ -28,10 +30,11 @@ class _Written:
         text: the expression, over the variables of the class and the captures.
         captures: name, dtype and rank of what it reads.
         values: these arrays and numbers, in the same order.
+        alone: the `Text` of a call that has nothing else.
+        encoded: the same as a string.
     """
 
     IS_MASK = False
-    __slots__ = ("text", "captures", "values", "alone", "__weakref__")
 
     def __init__(self, source: str | Callable, /, **captures: Any) -> None:
         function = f"cupyflash.{type(self).__name__}"
@@ -46,6 +49,7 @@ class _Written:
         _check_captures(function, self.captures, self.values)
         texts = ("", self.text) if self.IS_MASK else (self.text, "")
         self.alone = Text(*texts, self.captures)
+        self.encoded = encode_text(self.alone)
 
     def _parse(self, function: str, source: str, captures: dict[str, Any]) -> None:
         self.text = source
@@ -129,8 +133,6 @@ class Score(_Written):
             written down, with the place of the error.
     """
 
-    __slots__ = ()
-
 
 class Mask(_Written):
     """A mask, for ``mask=`` of `cupyflash.attention`: True where the query sees the key.
@@ -141,7 +143,6 @@ class Mask(_Written):
     """
 
     IS_MASK = True
-    __slots__ = ()
 
 
 def written(
@@ -180,44 +181,15 @@ def _made(function: str, name: str, kind: type[_Written], x: Any) -> Any:
 def _joined(function: str, score: Score, mask: Mask) -> tuple[Text, tuple]:
     """Both with one list of captures, in which an array that both read stands once."""
     given = dict(zip(score.captures, score.values))
-    taken = {x.name: x for x in score.captures}
-    renamed: dict[str, str] = {}
-    captures, values = list(score.captures), list(score.values)
-    for capture, x in zip(mask.captures, mask.values):
-        same = given.get(capture)
-        if same is not None and same is x and not capture.is_number:
-            continue
-        name, count = capture.name, 1
-        while name in taken:
-            count += 1
-            name = f"{capture.name.rstrip('0123456789')}{count}"
-        if name != capture.name:
-            renamed[capture.name] = name
-        taken[name] = capture
-        captures.append(capture._replace(name=name))
-        values.append(x)
-    _check_captures(function, captures, values)
-    text = mask.text
-    if renamed:
-        text = _renamed(text, mask.captures, tuple(renamed.items()))
-    return Text(score.text, text, tuple(captures)), tuple(values)
+    named = zip(mask.captures, mask.values)
+    shared = tuple(x.name for x, value in named if not x.is_number and given.get(x) is value)
+    text, own = _joined_text(score.alone, mask.alone, shared)
+    values = (*score.values, *itertools.compress(mask.values, own))
+    _check_captures(function, text.captures, values)
+    return text, values
 
 
-@functools.lru_cache(maxsize=256)
-def _renamed(text: str, captures: tuple[Capture, ...], names: tuple[tuple[str, str], ...]) -> str:
-    """The text of a mask, with other names of captures."""
-    node, names = parse(text, captures, mask=True), dict(names)
-    copies: dict[int, Node] = {}
-
-    def copy(x: Node) -> Node:
-        if id(x) not in copies:
-            value = x.value
-            if x.op == "capture":
-                value = value._replace(name=names.get(value.name, value.name))
-            copies[id(x)] = Node(x.op, x.kind, [copy(y) for y in x.args], value)
-        return copies[id(x)]
-
-    return to_text(copy(node))
+_joined_text = functools.lru_cache(maxsize=256)(joined)
 
 
 def _names_read(node: Node) -> set[str]:
