@@ -57,7 +57,7 @@ def test_compiled_flex_attention():
 def test_functions_are_traced_outside_of_a_graph():
     leaves, score, _ = problem()
     graph = one_graph(lambda q: cupyflash.attention(q, q, q, score=score))
-    with pytest.raises(Exception, match="within torch.compile allowed is a cupyflash.Score"):
+    with pytest.raises(Exception, match="torch.compile allowed is a cupyflash.Score|Observed exc"):
         graph(leaves[0])
 
 

@@ -1,15 +1,17 @@
 """Attention in the vocabulary of this library; flash-attn's own signatures are in flash_attn.py."""
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ...runtime.array import Array
 from ...runtime.checks import plain_flag
 from .foreign import refuse, refuses_foreign
 from .operations import BACKWARD, FORWARD
 from .options import Gradients, plain_options
-from .score_text.arguments import ScoreGradients, gradients_by_name, with_gradients, with_text
-from .score_text.scores import Mask, Score
+
+if TYPE_CHECKING:  # imported when a call has a score or a mask
+    from .score_text.arguments import ScoreGradients
+    from .score_text.scores import Mask, Score
 
 Window = tuple[int | None, int | None] | None
 
@@ -27,8 +29,8 @@ def attention(
     alibi_slopes: Array | None = None,
     bias: Array | None = None,
     sinks: Array | None = None,
-    score: Score | Callable | None = None,
-    mask: Mask | Callable | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     seqused_q: Array | None = None,
@@ -128,6 +130,8 @@ def attention(
     if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
         arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
     if not score is mask is None:
+        from .score_text.arguments import with_text
+
         options, arrays = with_text("attention", options, arrays, 3, score, mask)
     out, lse = FORWARD("attention", arrays, (options, return_lse))
     return (out, lse) if return_lse else out
@@ -149,8 +153,8 @@ def attention_backward(
     alibi_slopes: Array | None = None,
     bias: Array | None = None,
     sinks: Array | None = None,
-    score: Score | Callable | None = None,
-    mask: Mask | Callable | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     seqused_q: Array | None = None,
@@ -162,7 +166,7 @@ def attention_backward(
     precision: str = "ieee",
     dlse: Array | None = None,
     **foreign: NoReturn,
-) -> tuple[Array, Array, Array] | Gradients | ScoreGradients:
+) -> "tuple[Array, Array, Array] | Gradients | ScoreGradients":
     """Gradients of `attention` for libraries without autograd.
 
     The weights are computed anew from the LSE, whose rounding changes them by about |lse| * 2^-24.
@@ -208,9 +212,13 @@ def attention_backward(
     if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
         arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
     if not score is mask is None:
+        from .score_text.arguments import with_text
+
         options, arrays = with_text(function, options, arrays, 7, score, mask)
     score_grad = plain_flag(function, "score_grad", score_grad)
     if score_grad:
+        from .score_text.arguments import ScoreGradients, gradients_by_name, with_gradients
+
         options = with_gradients(function, options)
         found = BACKWARD(function, arrays, (options, bias_grad))
         return ScoreGradients(*found[:5], gradients_by_name(options, found[5:]))

@@ -33,7 +33,6 @@ from .padding import Padding
 from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
 from .preparation import BACKWARD_TENSORS, TENSORS, check_library, prepared, split_extras
 from .problem import Problem
-from .score_text.stand_in import is_array
 
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}
 
@@ -206,7 +205,8 @@ def _checked(
     names = TENSORS if bias_grad is None else BACKWARD_TENSORS
     check_library(function, library, names, arrays)
     captures = arrays[len(names) + NUM_EXTRAS :]
-    captures = tuple(library.view(x) if is_array(x) else None for x in captures)
+    numbers = (int, float, type(None))
+    captures = tuple(None if isinstance(x, numbers) else library.view(x) for x in captures)
     arrays = {n: x for n, x in zip((*names, *Extras._fields), arrays) if x is not None}
     views = {name: library.view(x) for name, x in arrays.items()}
     lses = {name: views.pop(name) for name in ("lse", "dlse") if name in views}

@@ -9,12 +9,14 @@ packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3, ``score`` a
 """
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ...runtime.array import Array
 from .flash_attn_calls import Lengths, call, unpack
 from .foreign import refuse, refuses_foreign
-from .score_text.scores import Mask, Score
+
+if TYPE_CHECKING:
+    from .score_text.scores import Mask, Score
 
 
 @refuses_foreign
@@ -132,8 +134,8 @@ def flash_attn_varlen_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
-    score: Score | Callable | None = None,
-    mask: Mask | Callable | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """Attention of sequences packed one after another, without padding.
@@ -196,8 +198,8 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
-    score: Score | Callable | None = None,
-    mask: Mask | Callable | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim), or padded (batch,
@@ -233,8 +235,8 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
-    score: Score | Callable | None = None,
-    mask: Mask | Callable | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""

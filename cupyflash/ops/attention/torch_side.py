@@ -11,7 +11,6 @@ from ...runtime.torch_calls import readable, refuse_batched
 from . import dispatch
 from .options import BIAS, NUM_EXTRAS, SINKS, Gradients, text_of
 from .preparation import BACKWARD_TENSORS, TENSORS, prepared, with_seed
-from .score_text.arguments import learned_options
 
 LIBRARY = library_of(torch.empty(0))
 
@@ -92,6 +91,8 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, *extras = ctx.saved_tensors
         function, given, options = ctx.call
         if ctx.numbers:
+            from .score_text.arguments import learned_options
+
             options = learned_options(options, ctx.needs_input_grad[6:])
             extras, captures = extras[: len(given)], extras[len(given) :]
             extras += [x if number is None else number for x, number in zip(captures, ctx.numbers)]

@@ -1,7 +1,6 @@
 """torch operators ``cupyflash::attention_text`` and ``cupyflash::attention_text_backward``.
 
-They are those of torch_ops.py with a score or a mask of the caller's own: its text as a string, the
-arrays that it reads as a list of tensors, and its numbers.
+They are those of torch_ops.py with the text of a score or a mask, and what it reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from ...runtime.torch_operator import operator, register_autograd, register_fake
 from . import dispatch
 from .options import ARGUMENTS, BIAS, NUM_ARGUMENTS, NUM_EXTRAS, SLOPES, Extras, decode, encode
 from .preparation import refuse_slopes
-from .score_text import Text
 from .score_text.encode import decode_text, encode_text, folded, values_of
 from .torch_ops import LIBRARY, fake_backward, fake_forward, mapped
 
@@ -34,7 +32,7 @@ def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Ten
     q, k, v, *rest = arrays
     extras = rest[:NUM_EXTRAS] or [None] * NUM_EXTRAS
     arguments = (*extras, function, *encode(options))
-    text = _as_string(options[-1])
+    text = options[-1] if compiling() else encode_text(options[-1])
     tensors, numbers = _apart(rest[NUM_EXTRAS:])
     if not compiling():
         refuse_functionalize(function)
@@ -51,13 +49,8 @@ def attention_backward(
     extras = rest[:NUM_EXTRAS] or [None] * NUM_EXTRAS
     arguments = (*extras, function, *encode(options))
     captures, numbers = _apart(rest[NUM_EXTRAS:])
-    text = _as_string(options[-1])
+    text = options[-1] if compiling() else encode_text(options[-1])
     return _gradients(tensors, arguments, text, captures, numbers, bias_grad, dlse)
-
-
-def _as_string(text: Text | str) -> str:
-    """While torch.compile traces, it is one already."""
-    return text if isinstance(text, str) else encode_text(text)
 
 
 def _apart(captures: Sequence[Any]) -> tuple[list[Tensor], list[float]]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ....runtime.array import Array, array_namespace
-from .evaluate import Evaluation
 from .text import Text
 
 
@@ -48,6 +47,8 @@ class TextCall(NamedTuple):
         tree = self.text.score_tree
         if tree is None:
             return scores, None
+        from .evaluate import Evaluation
+
         variables = self._variables(scores, row, col) | {"score": scores}
         found = Evaluation(tree, variables, self._named(), self.learned)
 
@@ -66,6 +67,8 @@ class TextCall(NamedTuple):
         tree = self.text.mask_tree
         if tree is None:
             return scores
+        from .evaluate import Evaluation
+
         variables = self._variables(scores, row, col)
         seen = Evaluation(tree, variables, self._named(), dtype=scores.dtype).value
         return array_namespace(scores).where(seen, scores, -float("inf"))

@@ -1,11 +1,12 @@
 """`Text`: the score and the mask of a call in the form that decides which kernels compute it."""
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .parse import parse
-from .tree import Capture, Node
-from .write import to_cpp
+from .capture import Capture
+
+if TYPE_CHECKING:  # the modules of texts are imported when a call has one
+    from .tree import Node
 
 CPP_TYPES = {
     "float32": "float",
@@ -33,11 +34,11 @@ class Text(NamedTuple):
     captures: tuple[Capture, ...]
 
     @property
-    def score_tree(self) -> Node | None:
+    def score_tree(self) -> "Node | None":
         return _parsed(self.score, self.captures, False) if self.score else None
 
     @property
-    def mask_tree(self) -> Node | None:
+    def mask_tree(self) -> "Node | None":
         return _parsed(self.mask, self.captures, True) if self.mask else None
 
     def header(self, pass_: str) -> str:
@@ -49,7 +50,9 @@ class Text(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(text: str, captures: tuple[Capture, ...], mask: bool) -> Node:
+def _parsed(text: str, captures: tuple[Capture, ...], mask: bool) -> "Node":
+    from .parse import parse
+
     return parse(text, captures, mask)
 
 
@@ -80,7 +83,9 @@ def _header(text: Text, pass_: str) -> str:
     return "\n".join([*lines, "}  // namespace text", ""])
 
 
-def _function(tree: Node, name: str, text: str) -> list[str]:
+def _function(tree: "Node", name: str, text: str) -> list[str]:
+    from .write import to_cpp
+
     parts, result = to_cpp(tree)
     of_score = name == "score"
     head = "template <class N>\n__device__ __forceinline__ N" if of_score else ""

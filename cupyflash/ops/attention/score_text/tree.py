@@ -4,23 +4,15 @@ Integers become floats where they meet one, which C++ does in the same way; ``/`
 integers are those of C++. A node that is used twice is one object, so the tree is a graph.
 """
 
-import enum
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from .capture import Capture, Kind
 from .functions import FUNCTIONS
 
 Place = tuple[int, int] | None  # begin and end in the text
-
-
-class Kind(enum.IntEnum):
-    """The kind of a node; of two that meet, the greater one is that of the result."""
-
-    BOOL = 0
-    INT = 1
-    FLOAT = 2
 
 
 class TextError(Exception):
@@ -34,31 +26,6 @@ class TextError(Exception):
     def __init__(self, kind: type[Exception], fact: str, place: Place = None) -> None:
         super().__init__(fact)
         self.kind, self.fact, self.place = kind, fact, place
-
-
-class Capture(NamedTuple):
-    """An array or a number that a text reads.
-
-    Attributes:
-        dtype: of an array "float32", "float16", "bfloat16", "int32", "int64", "uint8" or "bool"; of
-            a number, which has rank 0, "float" or "int".
-        learns: it has a gradient.
-    """
-
-    name: str
-    dtype: str
-    rank: int
-    learns: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        if self.dtype.startswith(("float", "bfloat")):
-            return Kind.FLOAT
-        return Kind.BOOL if self.dtype == "bool" else Kind.INT
-
-    @property
-    def is_number(self) -> bool:
-        return self.dtype in ("float", "int")
 
 
 class Node:
