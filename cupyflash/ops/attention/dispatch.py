@@ -148,12 +148,20 @@ def backward(
         pointers[7 + SINKS] = library.pointer(sinks)
     for place, number in numbers.items():
         pointers[place] = number
-    dq, dk, dv, dbias, dsinks = plan(q, k, v, pointers)
+    dq, dk, dv, dbias, dsinks, *of_captures = plan(q, k, v, pointers)
     del copies
     if dbias is not None:
         dbias = library.cast(dbias, extras[BIAS]).reshape(extras[BIAS].shape)
     dsinks = None if dsinks is None else library.cast(dsinks, extras[SINKS])
-    return Gradients(dq, dk, dv, dbias, dsinks)
+    gradients = Gradients(dq, dk, dv, dbias, dsinks)
+    captures = extras[NUM_EXTRAS:]
+    return (*gradients, *_like(library, of_captures, captures)) if captures else gradients
+
+
+def _like(library: Any, gradients: list[Array | None], captures: list) -> list[Array | None]:
+    """The gradients of captures in their dtypes; a plan gives none if no capture learns."""
+    gradients = gradients or [None] * len(captures)
+    return [None if g is None else library.cast(g, x) for g, x in zip(gradients, captures)]
 
 
 def _contiguous(library: Any, x: Array | None, pointers: list[int], place: int) -> Array | None:
