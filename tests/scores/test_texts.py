@@ -225,7 +225,7 @@ def test_functions_of_torch():
         assert cupyflash.Score(function).text == text
     for function, text in (
         (lambda b, h, q, k: (doc[q] == doc[k]) & (q >= k), "doc(query) == doc(key) && query >= key"),
-        (lambda b, h, q, k: (k < length) | (q - k).bool(), "key < n1 || bool(query - key)"),
+        (lambda b, h, q, k: (k < length) | (q - k).bool(), "key < length || bool(query - key)"),
         (lambda b, h, q, k: b.new_ones(size=(), dtype=torch.bool), "true"),
         (lambda b, h, q, k: (q ^ k) & 1 == 0, "((query ^ key) & 1) == 0"),
     ):  # fmt: skip
@@ -302,6 +302,19 @@ def test_numbers_and_arrays_do_not_change_the_text():
     assert text == again and text.header("bwd") == again.header("bwd")
     assert text.mask == "query - key <= n2" and first[1:] == (100, 100) and second[1:] == (200, 200)
     assert first[0] is TABLE
+
+
+def test_numbers_in_host_memory_are_read_at_each_call():
+    """A `Score` that is made once sees what an array without axes holds later."""
+    cap, flag = numpy.array(2.0), numpy.array(True)
+    score = cupyflash.Score(lambda s, b, h, q, k: numpy.where(flag, s * cap, s))
+    text = cupyflash.Score("score * cap", cap=cap)
+    assert score.text == "where(bool(flag), score * cap, score)"
+    assert sorted(score.values) == [1, 2] and text.values == (2,)
+    cap[...], flag[...] = 5, False
+    assert sorted(score.values) == [0, 5] and text.values == (5,)
+    fixed = numpy.float32(0.5)  # no array
+    assert cupyflash.Score(lambda s, b, h, q, k: s * fixed).values == (0.5,)
 
 
 def test_an_array_of_both_stands_once():

@@ -67,6 +67,14 @@ class Recorder:
             return tree.literal(x)
         return tree.read(self.add("n1", type(x).__name__, 0, x), [])
 
+    def host_number(self, x: Any) -> Node:
+        """An array without axes in the host's memory: an argument, which each call reads anew."""
+        if id(x) not in self.by_id:
+            dtype = "float" if "float" in str(x.dtype) else "int"
+            self.by_id[id(x)] = self.add(self.names.get(id(x), "n1"), dtype, 0, x)
+        node = tree.read(self.by_id[id(x)], [])
+        return tree.apply("bool", [node]) if "bool" in str(x.dtype) else node
+
     def add(self, name: str, dtype: str, rank: int, x: Any) -> Capture:
         base = name.strip("_") if NAME.fullmatch(name.strip("_")) else "c1"
         count = 1
@@ -84,8 +92,10 @@ class Recorder:
             return x.node
         if isinstance(x, Elements):
             return tree.read(x.capture, x.indices)
-        if isinstance(x, bool | numpy.bool_):
-            return tree.literal(bool(x))
+        if isinstance(x, numpy.generic):
+            x = x.item()
+        if isinstance(x, bool):
+            return tree.literal(x)
         if isinstance(x, Fixed):
             return tree.literal(int(x))
         if isinstance(x, numbers.Integral):
@@ -96,7 +106,7 @@ class Recorder:
             x = x.array
         if is_array(x):
             if x.ndim == 0 and is_host_number(x):
-                return self.node(x.item())
+                return self.host_number(x)
             return tree.read(self.capture(x), [])
         fact = "a score is made of numbers, stand-ins and elements of arrays"
         raise TextError(TypeError, f"{fact}, got a {type(x).__name__}")

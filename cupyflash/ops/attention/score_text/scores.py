@@ -29,7 +29,7 @@ class _Written:
     Attributes:
         text: the expression, over the variables of the class and the captures.
         captures: name, dtype and rank of what it reads.
-        values: these arrays and numbers, in the same order.
+        given: these arrays and numbers, in the same order.
         alone: the `Text` of a call that has nothing else.
         encoded: the same as a string.
     """
@@ -46,15 +46,17 @@ class _Written:
             fact = "allowed are a function of "
             fact += f"({', '.join(x for x in tree.NAMES if not (self.IS_MASK and x == 'score'))}) "
             raise TypeError(f"{function}: {fact}and a text, got {_kind(source)}")
-        _check_captures(function, self.captures, self.values)
+        _check_captures(function, self.captures, self.given)
         texts = ("", self.text) if self.IS_MASK else (self.text, "")
         self.alone = Text(*texts, self.captures)
         self.encoded = encode_text(self.alone)
+        named = zip(self.captures, self.given)
+        self.reads_host = any(of.is_number and is_array(x) for of, x in named)
 
     def _parse(self, function: str, source: str, captures: dict[str, Any]) -> None:
         self.text = source
-        self.values = tuple(_value(x) for x in captures.values())
-        self.captures = tuple(map(functools.partial(_capture, function), captures, self.values))
+        self.given = tuple(_value(x) for x in captures.values())
+        self.captures = tuple(map(functools.partial(_capture, function), captures, self.given))
         try:
             node = parse(source, self.captures, self.IS_MASK)
         except TextError as error:
@@ -80,7 +82,7 @@ class _Written:
         read = _names_read(traced.tree)
         used = [i for i, x in enumerate(traced.captures) if x.name in read]
         self.captures = tuple(traced.captures[i] for i in used)
-        self.values = tuple(traced.values[i] for i in used)
+        self.given = tuple(traced.values[i] for i in used)
 
     def _require_arguments(self, function: str, source: Callable, captures: dict) -> None:
         """Raises TypeError if the function does not take the arguments that it gets."""
@@ -92,6 +94,14 @@ class _Written:
             except TypeError as error:
                 fact = f"a function must take ({', '.join((*names, *captures))})"
                 raise TypeError(f"{function}: {fact}, got {signature}: {error}") from None
+
+    @property
+    def values(self) -> tuple:
+        """What the text reads, with the numbers that arrays without axes have now."""
+        if not self.reads_host:
+            return self.given
+        named = zip(self.captures, self.given)
+        return tuple(x.item() if of.is_number and is_array(x) else x for of, x in named)
 
     def cuda(self, pass_: str) -> str:
         """The C++ that the kernels of a pass include, for this text alone.
@@ -180,11 +190,11 @@ def _made(function: str, name: str, kind: type[_Written], x: Any) -> Any:
 
 def _joined(function: str, score: Score, mask: Mask) -> tuple[Text, tuple]:
     """Both with one list of captures, in which an array that both read stands once."""
-    given = dict(zip(score.captures, score.values))
-    named = zip(mask.captures, mask.values)
+    given, of_mask = dict(zip(score.captures, score.given)), mask.values
+    named = zip(mask.captures, mask.given)
     shared = tuple(x.name for x, value in named if not x.is_number and given.get(x) is value)
     text, own = _joined_text(score.alone, mask.alone, shared)
-    values = (*score.values, *itertools.compress(mask.values, own))
+    values = (*score.values, *itertools.compress(of_mask, own))
     _check_captures(function, text.captures, values)
     return text, values
 
@@ -198,8 +208,7 @@ def _names_read(node: Node) -> set[str]:
 
 def _value(x: Any) -> Any:
     """An array, or a plain number."""
-    if isinstance(x, numpy.generic) or (is_array(x) and x.ndim == 0 and is_host_number(x)):
-        x = x.item()
+    x = x.item() if isinstance(x, numpy.generic) else x
     return int(x) if isinstance(x, bool) else x
 
 
@@ -212,6 +221,8 @@ def _capture(function: str, name: str, x: Any) -> Capture:
     if not is_array(x):
         fact = f"{name} must be an array or a number"
         raise TypeError(f"{function}: {fact}, got {_kind(x)}")
+    if x.ndim == 0 and is_host_number(x):
+        return Capture(name, "float" if "float" in str(x.dtype) else "int", 0)
     return Capture(name, str(x.dtype).removeprefix("torch."), x.ndim)
 
 
@@ -222,7 +233,7 @@ def _check_captures(function: str, captures: Any, values: Any) -> None:
             hint = " (write it .astype('float32'), or .float() of torch)"
             got = capture.dtype + hint * (capture.dtype == "float64")
             raise TypeError(f"{function}: {fact}, got {got}")
-        if capture.dtype == "int" and not -(2**31) <= x < 2**31:
+        if capture.dtype == "int" and not (is_array(x) or -(2**31) <= x < 2**31):
             raise ValueError(f"{function}: {capture.name} must fit 32 bits, got {x}")
     size = sum(8 * (1 + x.rank) for x in captures)
     if size > MOST_BYTES:

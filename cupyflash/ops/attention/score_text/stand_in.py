@@ -24,7 +24,7 @@ def is_array(x: Any) -> bool:
 
 def is_host_number(x: Any) -> bool:
     """Whether an array without axes can be read without waiting, and has no gradient."""
-    if isinstance(x, numpy.generic | numpy.ndarray):
+    if isinstance(x, numpy.ndarray):
         return True
     torch = loaded.torch
     if torch is None or not isinstance(x, torch.Tensor):
