@@ -10,6 +10,7 @@ import pytest
 from matrix import each
 
 import cupyflash
+from cupyflash.ops.attention.score_text.scores import written
 from cupyflash.testing import make_alibi_slopes, make_inputs, make_varlen_inputs
 
 torch = pytest.importorskip("torch")
@@ -113,6 +114,23 @@ def test_mask_beside_softcap_and_slopes():
     assert numpy.array_equal(
         found, cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True, **options)
     )
+
+
+def test_tiles_of_a_mask():
+    """The CPU has no use for them; they reach what launches the kernels behind the captures."""
+    inputs = make_inputs("torch", "float32", seqlen_q=20, seqlen_k=20, heads_q=4, heads_kv=2)
+    document = torch.arange(20) // 7
+    mask = cupyflash.Mask(lambda b, h, q, k: document[q] == document[k])
+    score = cupyflash.Score(lambda s, b, h, q, k: s - 0.1 * (q - k))
+    tiles = mask.tiles()
+    assert tiles.found is not None and mask.found is None and mask.tiles().found is not tiles.found
+    x = inputs.q.detach().requires_grad_()
+    for options in ({}, {"score": score}):
+        found = [cupyflash.attention(x, inputs.k, inputs.v, mask=m, **options) for m in (mask, tiles)]
+        gradients = [torch.autograd.grad(out, x, inputs.dout)[0] for out in found]
+        assert torch.equal(*found) and torch.equal(*gradients)
+    _, values = written("attention", score, tiles)
+    assert values[0] is document and values[-1] is tiles.found
 
 
 def test_packed_sequences():

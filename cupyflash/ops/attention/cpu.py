@@ -97,8 +97,9 @@ def _call(
         "text": None,
     }
     if options.text is not None:
-        numbers = [x if isinstance(x, int | float) else library.to_numpy(x) for x in captures]
-        arguments["text"] = TextCall(options.text, tuple(numbers))
+        captures = captures[: len(options.text.captures)]  # the CPU has no use for tiles
+        values = (x if isinstance(x, int | float) else library.to_numpy(x) for x in captures)
+        arguments["text"] = TextCall(options.text, tuple(values))
     lengths = [arrays.cu_seqlens_q, arrays.cu_seqlens_k, arrays.seqused_q, arrays.seqused_k]
     if all(x is None for x in lengths):
         return "attention_tiled", [], arguments

@@ -12,7 +12,7 @@ from typing import Any
 from ... import environment
 from ...runtime.array import Array, View
 from ...runtime.gpu import card_of
-from ...runtime.operation import Plans
+from ...runtime.operation import Carried, Plans
 from . import backends, cpu
 from .checks import check, check_bias_gradient, check_lse
 from .lengths import check_lengths
@@ -188,9 +188,9 @@ def _backward_plan(
     return backward_plan(function, problem, library, views, options, deterministic, bias_grad)
 
 
-def _without_numbers(arrays: tuple) -> tuple[tuple, dict[int, int | float]]:
-    """The arrays with None in the place of Python numbers, and these numbers by their places."""
-    numbers = {place: x for place, x in enumerate(arrays) if isinstance(x, int | float)}
+def _without_numbers(arrays: tuple) -> tuple[tuple, dict[int, Any]]:
+    """The arrays with None in the place of numbers and found tiles, and these by their places."""
+    numbers = {place: x for place, x in enumerate(arrays) if isinstance(x, int | float | Carried)}
     return tuple(None if place in numbers else x for place, x in enumerate(arrays)), numbers
 
 
@@ -212,7 +212,8 @@ def _checked(
     """
     names = TENSORS if bias_grad is None else BACKWARD_TENSORS
     check_library(function, library, names, arrays)
-    captures = arrays[len(names) + NUM_EXTRAS :]
+    text, captures = text_of(options), arrays[len(names) + NUM_EXTRAS :]
+    captures = captures[: len(text.captures)] if text is not None else ()
     numbers = (int, float, type(None))
     captures = tuple(None if isinstance(x, numbers) else library.view(x) for x in captures)
     arrays = {n: x for n, x in zip((*names, *Extras._fields), arrays) if x is not None}

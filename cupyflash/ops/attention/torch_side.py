@@ -102,7 +102,8 @@ class Attention(torch.autograd.Function):
             gradients = Backward.traced(function, arrays, options)
         else:
             gradients = dispatch.backward(function, LIBRARY, arrays, options)
-        return *gradients[:5], None, *gradients[5:]
+        rest = len(ctx.numbers) - len(gradients[5:])  # found tiles, which stand behind captures
+        return *gradients[:5], None, *gradients[5:], *[None] * rest
 
 
 # Without the Python layer of `Attention.apply`, which is for transforms of torch.func: these are

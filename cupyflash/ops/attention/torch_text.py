@@ -56,7 +56,7 @@ def attention_backward(
 def _apart(captures: Sequence[Any]) -> tuple[list[Tensor], list[float]]:
     """The tensors and the numbers of a call."""
     tensors = [x for x in captures if isinstance(x, Tensor)]
-    return tensors, [float(x) for x in captures if not isinstance(x, Tensor)]
+    return tensors, [float(x) for x in captures if isinstance(x, int | float)]
 
 
 def _decoded(arguments: tuple) -> tuple[str, tuple, tuple, list]:

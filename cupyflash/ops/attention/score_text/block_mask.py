@@ -35,7 +35,8 @@ def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Ma
         fact = f"{name} must have the batch and heads of the queries, {tuple(q[:2])}, or 1"
         raise ValueError(f"{function}: {fact}, got a BlockMask of {sizes}")
     if block_mask not in _masks:
-        _masks[block_mask] = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
+        mask = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
+        _masks[block_mask] = mask.tiles()  # a BlockMask is made anew where its mask changes
     return _masks[block_mask]
 
 

@@ -1,6 +1,7 @@
 """`Score` and `Mask`: what a caller writes, as a function or as text, with what it reads."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -16,6 +17,7 @@ from .encode import encode_text, joined
 from .parse import parse
 from .stand_in import is_array, is_host_number
 from .text import CPP_TYPES, Text
+from .tiles import FoundTiles
 from .trace import place_of, trace
 from .tree import Capture, Node, TextError
 from .write import nodes, to_text
@@ -153,12 +155,24 @@ class Mask(_Written):
     """
 
     IS_MASK = True
+    found: FoundTiles | None = None
+
+    def tiles(self) -> "Mask":
+        """The same mask, which remembers its tiles: those that are empty, and those that are full.
+
+        A GPU finds them in the first call of each kernel, and later calls use them, those of other
+        layers for example. Each call of this mask must have the same lengths, and none may follow a
+        change of what the mask reads: make a new one then.
+        """
+        mask = copy.copy(self)
+        mask.found = FoundTiles()
+        return mask
 
 
 def written(
     function: str, score: Any, mask: Any, names: tuple[str, str] = ("score", "mask")
 ) -> tuple[Text, tuple]:
-    """The text of a call, and the arrays and numbers that it reads.
+    """The text of a call, and the arrays and numbers that it reads, then perhaps found tiles.
 
     Args:
         score: a `Score`, a function, or None.
@@ -172,9 +186,11 @@ def written(
     mask = _made(function, names[1], Mask, mask)
     if mask is None:
         return score.alone, score.values
+    found = () if mask.found is None else (mask.found,)
     if score is None:
-        return mask.alone, mask.values
-    return _joined(function, score, mask)
+        return mask.alone, (*mask.values, *found)
+    text, values = _joined(function, score, mask)
+    return text, (*values, *found)
 
 
 def _made(function: str, name: str, kind: type[_Written], x: Any) -> Any:
