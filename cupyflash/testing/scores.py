@@ -83,7 +83,8 @@ def _terms(
     results: dict[str, Tensor], tensors: tuple[Tensor, ...], scores: Tensor, weights: Tensor
 ) -> dict[str, float]:
     """The largest sum of magnitudes behind each result; a weight has the rounding of its score."""
-    lse, (dout, q, k, v) = results["lse"], tensors
+    lse, (dout, q, k, v) = results["lse"], (x.detach() for x in tensors)
+    scores, weights = scores.detach(), weights.detach()
     of_score = torch.where(scores.isfinite(), scores.abs(), 0) + lse[..., None].abs().nan_to_num()
     weights = weights * (1 + of_score)
     dp = torch.einsum("bqhd,bkhd->bhqk", dout.abs(), v.abs())
