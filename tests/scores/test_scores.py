@@ -33,9 +33,7 @@ def results(inputs, arrays, score=None, mask=None, **options):
     arrays = [x.detach().requires_grad_(x.is_floating_point()) for x in arrays]
     learned = {f"d{i}": x for i, x in enumerate(arrays) if x.requires_grad}
     given = {"score": score and score(*arrays), "mask": mask and mask(*arrays)}
-    out, lse = cupyflash.attention(
-        *qkv, layout=inputs.layout, return_lse=True, **given, **options
-    )
+    out, lse = cupyflash.attention(*qkv, layout=inputs.layout, return_lse=True, **given, **options)
     gradients = torch.autograd.grad(out, (*qkv, *learned.values()), inputs.dout)
     return dict(zip(("out", "lse", "dq", "dk", "dv", *learned), (out, lse, *gradients)))
 
@@ -95,8 +93,12 @@ def test_beside_other_options(options):
         out, lse = cupyflash.attention(*qkv, return_lse=True, **of_score, **options)
         wanted = {"bias_grad": True} if options.get("bias", seen) is not seen else {}
         wanted = {} if "bias" in options and options["bias"].dtype == bool else wanted
-        return out, lse, *cupyflash.attention_backward(
-            inputs.dout, *qkv, out, lse, **of_score, **options, **wanted
+        return (
+            out,
+            lse,
+            *cupyflash.attention_backward(
+                inputs.dout, *qkv, out, lse, **of_score, **options, **wanted
+            ),
         )
 
     wanted, found = both(softcap=0.7), both(score=tanh, mask=seen)
@@ -126,7 +128,9 @@ def test_tiles_of_a_mask():
     assert tiles.found is not None and mask.found is None and mask.tiles().found is not tiles.found
     x = inputs.q.detach().requires_grad_()
     for options in ({}, {"score": score}):
-        found = [cupyflash.attention(x, inputs.k, inputs.v, mask=m, **options) for m in (mask, tiles)]
+        found = [
+            cupyflash.attention(x, inputs.k, inputs.v, mask=m, **options) for m in (mask, tiles)
+        ]
         gradients = [torch.autograd.grad(out, x, inputs.dout)[0] for out in found]
         assert torch.equal(*found) and torch.equal(*gradients)
     _, values = written("attention", score, tiles)
@@ -182,7 +186,9 @@ def test_rows_that_see_nothing():
 
 def test_gradients_of_arrays_without_autograd():
     """`attention_backward` of NumPy, by differences of the forward, of the LSE too."""
-    inputs = make_inputs("numpy", "float32", batch=2, seqlen_q=12, seqlen_k=15, heads_q=4, heads_kv=2)
+    inputs = make_inputs(
+        "numpy", "float32", batch=2, seqlen_q=12, seqlen_k=15, heads_q=4, heads_kv=2
+    )
     qkv, dlse = (inputs.q, inputs.k, inputs.v), numpy.full((2, 4, 12), 0.3, "float32")
     table = numpy.linspace(-1, 1, 4 * 9, dtype="float32").reshape(4, 9)
     masked = {"mask": lambda b, h, q, k: k <= q + 3}
@@ -201,7 +207,9 @@ def test_gradients_of_arrays_without_autograd():
         sums = []
         for x in (SLOPES + step, SLOPES - step):
             out, lse = cupyflash.attention(*qkv, return_lse=True, score=score(x), **masked)
-            sums.append((out * inputs.dout).sum(dtype="float64") + (lse * dlse).sum(dtype="float64"))
+            sums.append(
+                (out * inputs.dout).sum(dtype="float64") + (lse * dlse).sum(dtype="float64")
+            )
         assert found.dcaptures["slopes"][i] == pytest.approx((sums[0] - sums[1]) * 2**5, rel=2e-3)
     dq, dk, dv = cupyflash.attention_backward(inputs.dout, *qkv, out, lse, **options)
     assert dq.shape == inputs.q.shape and dk.shape == inputs.k.shape == dv.shape
@@ -263,7 +271,9 @@ def test_wrong_calls():
         refused(kind, fact, x, x, x, **options)
     y = torch.ones(1, 8, 4, 16)
     numbers = torch.ones(8, device="meta")
-    refused(ValueError, "numbers, which the score", y, y, y, score=lambda s, b, h, q, k: s * numbers[q])
+    refused(
+        ValueError, "numbers, which the score", y, y, y, score=lambda s, b, h, q, k: s * numbers[q]
+    )
     kwargs = {"score_grad": True, "score": score}
     with pytest.raises(ValueError, match="score_grad needs a score that reads floating-point"):
         cupyflash.attention_backward(x, x, x, x, x, x[..., 0].swapaxes(1, 2).copy(), **kwargs)

@@ -77,9 +77,21 @@ def test_guards_of_indices():
 
 FUNCTIONS = ["exp(x)", "exp2(x)", "log(abs(x))", "log2(x * x)", "tanh(x)", "sigmoid(x)", "erf(x)"]
 FUNCTIONS += ["sqrt(abs(x))", "rsqrt(abs(x))", "sin(x)", "cos(x)", "pow(x, 3)", "pow(abs(x), 1.7)"]
-FUNCTIONS += ["pow(2, x)", "pow(x * x + 1, x)", "abs(x)", "min(x, 0.2)", "max(x, 0.3 * x)", "relu(x)"]
+FUNCTIONS += [
+    "pow(2, x)",
+    "pow(x * x + 1, x)",
+    "abs(x)",
+    "min(x, 0.2)",
+    "max(x, 0.3 * x)",
+    "relu(x)",
+]
 FUNCTIONS += ["clamp(x, -0.5, x * x)", "clamp(0.1, x, 1)", "x / (x * x + 1)", "1 / x", "-x - 2 * x"]
-FUNCTIONS += ["where(x > 0, x * x, sin(x))", "where(x > 0, log(x), 0)", "floor(x) * x", "mod(x, 0.7)"]
+FUNCTIONS += [
+    "where(x > 0, x * x, sin(x))",
+    "where(x > 0, log(x), 0)",
+    "floor(x) * x",
+    "mod(x, 0.7)",
+]
 
 
 @pytest.mark.parametrize("text", FUNCTIONS)
@@ -91,7 +103,9 @@ def test_derivative(text):
     places["key"] = numpy.arange(5)
 
     def found(x):
-        tree = parse(text.replace("x", "(score)").replace("e(score)p", "exp").replace("ma(score)", "max"), ())
+        tree = parse(
+            text.replace("x", "(score)").replace("e(score)p", "exp").replace("ma(score)", "max"), ()
+        )
         return Evaluation(tree, places | {"score": x}, {})
 
     wanted = (found(x + step).value - found(x - step).value) / (2 * step)
@@ -285,7 +299,9 @@ def test_arrays_of_objects_are_given_by_keyword():
 
     with pytest.raises(TypeError, match="give arrays that an object holds by keyword"):
         cupyflash.Score(Module().score)
-    score = cupyflash.Score(lambda s, b, h, q, k, *, slopes, n: s * slopes[h] + n, slopes=SLOPES, n=3)
+    score = cupyflash.Score(
+        lambda s, b, h, q, k, *, slopes, n: s * slopes[h] + n, slopes=SLOPES, n=3
+    )
     assert score.text == "score * slopes(head) + n"
     assert [x.name for x in score.captures] == ["n", "slopes"] and score.values[0] == 3
 
