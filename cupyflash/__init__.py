@@ -14,6 +14,9 @@ if TYPE_CHECKING:  # for type checkers; MODULES says the same at run time
     from .ops.attention.attention import attention as attention
     from .ops.attention.attention import attention_backward as attention_backward
     from .ops.attention.combine import flash_attn_combine as flash_attn_combine
+    from .ops.attention.flex import flex_attention as flex_attention
+    from .ops.attention.score_text.scores import Mask as Mask
+    from .ops.attention.score_text.scores import Score as Score
     from .ops.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from .ops.attention.triangle import triangle_attention as triangle_attention
     from .ops.block.block import BlockStack as BlockStack
@@ -57,6 +60,8 @@ __version__ = "0.1.0"
 MODULES = {
     "ops.attention.attention": "attention attention_backward",
     "ops.attention.combine": "flash_attn_combine",
+    "ops.attention.flex": "flex_attention",
+    "ops.attention.score_text.scores": "Mask Score",
     "ops.attention.sdpa": "scaled_dot_product_attention",
     "ops.attention.triangle": "triangle_attention",
     "ops.block.block": "BlockStack BlockWeights transformer_block",

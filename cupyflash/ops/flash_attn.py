@@ -5,16 +5,20 @@ Layout (batch, seqlen, heads, head_dim), or (total, heads, head_dim) for packed 
 both differentiable: the probabilities themselves exist nowhere.
 
 What flash-attn 2.8 does not have is keyword-only: ``sinks`` as in `cupyflash.attention`, and of
-packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3.
+packed sequences ``seqused_q`` and ``seqused_k`` as in flash-attn 3, ``score`` and ``mask``.
 """
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from ..runtime.array import Array
 from ..runtime.checks import plain_flag
 from .attention.flash_attn_calls import Lengths, call, unpack
 from .attention.foreign import refuse, refuses_foreign
 from .flash_attn_paged import paged_varlen
+
+if TYPE_CHECKING:
+    from .attention.score_text.scores import Mask, Score
 
 
 @refuses_foreign
@@ -132,6 +136,8 @@ def flash_attn_varlen_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """Attention of sequences packed one after another, without padding.
@@ -151,6 +157,8 @@ def flash_attn_varlen_func(
         block_table: int32 (batch, max_pages): k and v are pages of any size, (num_pages, page_size,
             heads_kv, head_dim), and key j of sequence b is row ``j % page_size`` of page
             ``block_table[b, j // page_size]``; the lengths are those of cu_seqlens_k or seqused_k.
+        score, mask: as in `cupyflash.attention`, with batch the number of the sequence, and query
+            and key counted from its beginning.
 
     Returns:
         out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None), of padded
@@ -170,11 +178,15 @@ def flash_attn_varlen_func(
         "window": window_size, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
     if block_table is not None:
+        if score is not None or mask is not None:
+            fact = "score and mask must be None beside a block_table"
+            raise NotImplementedError(f"{function}: {fact}, got score={score}, mask={mask}")
         return paged_varlen(
             function, (q, k, v), lengths, block_table, options, alibi_slopes, sinks,
             plain_flag(function, "return_attn_probs", return_attn_probs),
         )  # fmt: skip
-    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+    written = (alibi_slopes, sinks, return_attn_probs, lengths, score, mask)
+    return call(function, q, k, v, options, *written)
 
 
 @refuses_foreign
@@ -197,6 +209,8 @@ def flash_attn_varlen_kvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim), or padded (batch,
@@ -211,7 +225,8 @@ def flash_attn_varlen_kvpacked_func(
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
         "window": window_size, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
-    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+    written = (alibi_slopes, sinks, return_attn_probs, lengths, score, mask)
+    return call(function, q, k, v, options, *written)
 
 
 @refuses_foreign
@@ -231,6 +246,8 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
@@ -245,4 +262,5 @@ def flash_attn_varlen_qkvpacked_func(
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": causal,
         "window": window_size, "softcap": softcap, "deterministic": deterministic,
     }  # fmt: skip
-    return call(function, q, k, v, options, alibi_slopes, sinks, return_attn_probs, lengths)
+    written = (alibi_slopes, sinks, return_attn_probs, lengths, score, mask)
+    return call(function, q, k, v, options, *written)

@@ -3,11 +3,16 @@
 The first overload of a function is its whole signature; the others leave options to ``**options``.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
 from typing_extensions import Unpack
 
 from ..runtime.array import ArrayLike, ArrayT
+from .attention.score_text.scores import Mask, Score
+
+_Score = Score | Callable[..., Any] | None
+_Mask = Mask | Callable[..., Any] | None
 
 class _FlashOptions(TypedDict, total=False):
     dropout_p: float
@@ -22,6 +27,8 @@ class _FlashOptions(TypedDict, total=False):
 class _VarlenOptions(_FlashOptions, total=False):
     seqused_q: ArrayLike | None
     seqused_k: ArrayLike | None
+    score: _Score
+    mask: _Mask
 
 class _PagedOptions(_VarlenOptions, total=False):
     block_table: ArrayLike | None
@@ -138,6 +145,8 @@ def flash_attn_varlen_func(
     sinks: ArrayLike | None = None,
     seqused_q: ArrayLike | None = None,
     seqused_k: ArrayLike | None = None,
+    score: _Score = None,
+    mask: _Mask = None,
 ) -> ArrayT: ...
 @overload
 def flash_attn_varlen_func(
@@ -185,6 +194,8 @@ def flash_attn_varlen_kvpacked_func(
     sinks: ArrayLike | None = None,
     seqused_q: ArrayLike | None = None,
     seqused_k: ArrayLike | None = None,
+    score: _Score = None,
+    mask: _Mask = None,
 ) -> ArrayT: ...
 @overload
 def flash_attn_varlen_kvpacked_func(
@@ -227,6 +238,8 @@ def flash_attn_varlen_qkvpacked_func(
     sinks: ArrayLike | None = None,
     seqused_q: ArrayLike | None = None,
     seqused_k: ArrayLike | None = None,
+    score: _Score = None,
+    mask: _Mask = None,
 ) -> ArrayT: ...
 @overload
 def flash_attn_varlen_qkvpacked_func(

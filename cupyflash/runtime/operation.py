@@ -29,6 +29,10 @@ MAX_PLANS = 4096  # a bound on memory, for lengths that change with every call
 _keeping = threading.Lock()
 
 
+class Carried:
+    """The base class of what stands among the arrays of a call and is passed on as it is."""
+
+
 class TorchSide(Protocol):
     """The functions that a topic has for torch, in a module that imports torch."""
 
@@ -113,8 +117,8 @@ class Operation:
             raise TypeError(f"{function}: {name} must be an array, got NoneType")
         known = list(arrays)
         for place, x in enumerate(arrays):
-            number = isinstance(x, int | numpy.integer) and place != self.first
-            if not (x is None or number or library_of(x)):
+            plain = isinstance(x, int | float | numpy.integer | Carried) and place != self.first
+            if not (x is None or plain or library_of(x)):
                 name = "arrays" if names is None else names(function, place)
                 known[place] = from_foreign(function, x, name)
         results = self.run(function, library_of(known[self.first]), tuple(known), options)

@@ -22,6 +22,7 @@ import cupyflash
 from cupyflash import environment, jit
 from cupyflash.ops.attention import dispatch
 from cupyflash.ops.attention.options import Extras, Options, caller_name
+from cupyflash.ops.attention.score_text import Text
 from cupyflash.runtime.lookup import library_of
 
 BATCH = 2
@@ -41,6 +42,7 @@ CHANGES = {
     "dropout_p": (DROPPED, 0.5, 0.25),
     "deterministic": (PACKED, False, True),  # blocks that take whole heads need no other order
     "precision": (PLAIN, "ieee", "tf32"),
+    "text": (PLAIN, None, Text("score * (1 + query) - 0.1 * key", "key != query", ())),
     "cu_seqlens_q": (PACKED, [0, 72, 144], [0, 60, 144]),
     "cu_seqlens_k": (PACKED, [0, 72, 144], [0, 60, 144]),
     "alibi_slopes": (PLAIN, None, numpy.linspace(0.1, 0.9, HEADS, dtype="float32")),
@@ -55,6 +57,7 @@ CHANGES = {
 NOT_IN_REFERENCE = {"max_seqlens", "deterministic", "precision"}
 # The other kernels have one kind of products for each dtype.
 ONLY_FP16X3 = {"precision"}
+ONLY_CPU = {"text"}  # a GPU refuses it
 
 
 @functools.cache
@@ -117,6 +120,7 @@ def test_every_field_is_an_argument():
     varlen = inspect.signature(cupyflash.flash_attn_varlen_func).parameters
     named = {*inspect.signature(cupyflash.attention).parameters, *varlen}
     named |= {"max_seqlens"} if {"max_seqlen_q", "max_seqlen_k"} <= named else set()
+    named |= {"text"} if {"score", "mask"} <= named else set()
     named |= {"key_mask"} & {caller_name("triangle_attention", "mask"), "key_mask"}
     assert CHANGES.keys() <= named
 
@@ -175,7 +179,7 @@ def main():
     with hopper(), mock.patch.object(jit, "load", load):
         for backend, dtype in BACKENDS.items():
             for field, (_, *values) in CHANGES.items():
-                if field in ONLY_FP16X3 and backend != "fp16x3":
+                if field in ONLY_CPU or (field in ONLY_FP16X3 and backend != "fp16x3"):
                     continue
                 with environment.override(backend=backend):
                     before, after = (launches(field, x, dtype, dispatch) for x in values)
@@ -217,6 +221,8 @@ def of_kernels():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels(of_kernels, backend, field):
     """Configurations, grids or arguments change, in a dry run of both passes."""
+    if field in ONLY_CPU:
+        pytest.skip("no kernel takes it")
     if field in ONLY_FP16X3 and backend != "fp16x3":
         pytest.skip(f"{backend} has one kind of products")
     forward = field != "deterministic"  # which always sums in a fixed order

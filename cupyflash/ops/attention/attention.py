@@ -1,12 +1,17 @@
 """Attention in the vocabulary of this library; flash-attn's own signatures are in flash_attn.py."""
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from ...runtime.array import Array
 from ...runtime.checks import plain_flag
 from .foreign import refuse, refuses_foreign
 from .operations import BACKWARD, FORWARD
 from .options import Gradients, plain_options
+
+if TYPE_CHECKING:  # imported when a call has a score or a mask
+    from .score_text.arguments import ScoreGradients
+    from .score_text.scores import Mask, Score
 
 Window = tuple[int | None, int | None] | None
 
@@ -24,6 +29,8 @@ def attention(
     alibi_slopes: Array | None = None,
     bias: Array | None = None,
     sinks: Array | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     seqused_q: Array | None = None,
@@ -63,6 +70,12 @@ def attention(
             above 2^24 means 2^24.
         sinks: (heads_q,), float32 or dtype of q: a logit beside those of the keys, without a value;
             it enters the LSE. A query that sees no key has it as its LSE.
+        score: a function of (score, batch, head, query, key) or a `cupyflash.Score`, whose number
+            takes the place of ``scale * q k^T``; what the other options do comes after it. The
+            arrays and numbers that it reads have gradients under torch. A function is traced at
+            each call (0.3 ms), a `Score` once. Not with softcap and alibi_slopes.
+        mask: a function of (batch, head, query, key), a `cupyflash.Mask` or a BlockMask of torch:
+            True where the query sees the key; what causal, window and bias hide stays hidden.
         dropout_p: probability, in steps of 2^-16, with which a weight becomes 0 after the softmax;
             the others are divided by 1 - dropout_p. The LSE is that of all weights.
         dropout_seed: from 0 to 2^63 - 1, or int64 of one element on the device of q; equal seeds
@@ -100,6 +113,7 @@ def attention(
         NotImplementedError: a GPU, or a forced backend, that cannot compute this; gradients
             of slopes or options, forward-mode derivatives; in the backward, what has no fixed order
             where one is asked for.
+        IndexError: on a CPU, an index of the score or mask outside of its array.
 
     Sources: FlashAttention-2, arXiv:2307.08691; sinks: gpt-oss, arXiv:2508.10925; random numbers:
     Philox4x32-7, Salmon et al. 2011.
@@ -115,6 +129,10 @@ def attention(
     arrays = (q, k, v)
     if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
         arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
+    if not score is mask is None:
+        from .score_text.arguments import with_text
+
+        options, arrays = with_text("attention", options, arrays, 3, score, mask)
     out, lse = FORWARD("attention", arrays, (options, return_lse))
     return (out, lse) if return_lse else out
 
@@ -135,17 +153,20 @@ def attention_backward(
     alibi_slopes: Array | None = None,
     bias: Array | None = None,
     sinks: Array | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
     seqused_q: Array | None = None,
     seqused_k: Array | None = None,
     layout: str = "bshd",
     bias_grad: bool = False,
+    score_grad: bool = False,
     deterministic: bool = False,
     precision: str = "ieee",
     dlse: Array | None = None,
     **foreign: NoReturn,
-) -> tuple[Array, Array, Array] | Gradients:
+) -> "tuple[Array, Array, Array] | Gradients | ScoreGradients":
     """Gradients of `attention` for libraries without autograd.
 
     The weights are computed anew from the LSE, whose rounding changes them by about |lse| * 2^-24.
@@ -168,12 +189,14 @@ def attention_backward(
         out, lse: its results, or those of more keys, of which k and v are a part.
         causal to layout: as in the forward; dropout needs the seed that the forward had.
         bias_grad: also the gradient of the bias, summed over the axes on which it is broadcast.
+        score_grad: also the gradients of the floating-point arrays that the score reads.
         deterministic, precision: as in `attention`.
         dlse: gradient of the LSE, like lse; None is 0. Rows with an LSE of -inf do not count.
 
     Returns:
         (dq, dk, dv), like q, k and v; with sinks or bias_grad a named tuple (dq, dk, dv, dbias,
-        dsinks), None where there is none.
+        dsinks), None where there is none. With score_grad it ends with dcaptures, a dictionary of
+        gradients by the names that the text of the score has for the arrays.
 
     Raises:
         As `attention`.
@@ -188,5 +211,17 @@ def attention_backward(
     bias_grad = plain_flag(function, "bias_grad", bias_grad)
     if not alibi_slopes is bias is sinks is dropout_seed is seqused_q is seqused_k is None:
         arrays += (None, None, alibi_slopes, bias, sinks, dropout_seed, seqused_q, seqused_k)
+    if not score is mask is None:
+        from .score_text.arguments import with_text
+
+        options, arrays = with_text(function, options, arrays, 7, score, mask)
+    score_grad = plain_flag(function, "score_grad", score_grad)
+    if score_grad:
+        from .score_text.arguments import ScoreGradients, gradients_by_name, with_gradients
+
+        options = with_gradients(function, options)
+        found = BACKWARD(function, arrays, (options, bias_grad))
+        return ScoreGradients(*found[:5], gradients_by_name(options, found[5:]))
     dq, dk, dv, *learned = BACKWARD(function, arrays, (options, bias_grad))
+    learned = learned[:2]  # without those of captures
     return Gradients(dq, dk, dv, *learned) if bias_grad or sinks is not None else (dq, dk, dv)

@@ -17,6 +17,7 @@ from ...runtime.specs import Spec, check_views
 from ...runtime.structs import header
 from .options import RULES, Options, caller_name
 from .problem import ExtraFacts, Problem, bias_strides, canonical_strides, kernel_head_dim
+from .score_text.checks import check_text
 
 structs = header("attention/params.cuh")
 
@@ -47,11 +48,13 @@ def check(
     tensors: Mapping[str, View],
     options: Options,
     extras: Mapping[str, View] | None = None,
+    captures: tuple[View | None, ...] = (),
 ) -> Problem:
     """A `Problem` from views of q, k, v and, in the backward, of dout and out.
 
     Args:
         extras: views of the optional arrays that are there, by their names in `Extras`.
+        captures: views of those of the text of the options, None for numbers.
 
     Raises:
         TypeError: dtypes.
@@ -86,9 +89,12 @@ def check(
     )  # fmt: skip
     strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}
     facts = _check_extras(function, extras, q, sizes)
+    if options.text is not None:
+        check_text(function, options, extras, captures, q)
     return Problem(
         q.dtype, q.device, shape, (head_dim, head_dim_v), strides, facts,
         sizes.get("total_q"), sizes.get("total_k"), tf32=options.precision == "tf32",
+        text=options.text, captures=captures,
     )  # fmt: skip
 
 

@@ -7,14 +7,21 @@ import numpy
 from ...runtime.array import Array
 from . import reference
 from .options import Extras, Gradients, Options
+from .score_text.call import TextCall
 
 
 def forward(
-    library: Any, q: Array, k: Array, v: Array, options: Options, extras: Extras
+    library: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Options,
+    extras: Extras,
+    captures: tuple = (),
 ) -> tuple[Array, Array]:
-    """(out, lse) of checked arrays."""
+    """(out, lse) of checked arrays; the captures are those of the text of the options."""
     qkv = [_rows_first(library.to_numpy(x), options) for x in (q, k, v)]
-    function, lengths, arguments = _call(library, options, extras)
+    function, lengths, arguments = _call(library, options, extras, captures)
     out, lse = getattr(reference, function)(*qkv, *lengths, **arguments)
     return library.from_numpy(_rows_first(out, options), q), library.from_numpy(lse)
 
@@ -31,11 +38,15 @@ def backward(
     extras: Extras,
     bias_grad: bool,
     dlse: Array | None,
-) -> Gradients:
-    """Gradients of checked arrays; always repeatable."""
+    captures: tuple = (),
+) -> tuple[Array | None, ...]:
+    """Gradients of checked arrays, behind them those of the captures; always repeatable."""
     tensors = [_rows_first(library.to_numpy(x), options) for x in (dout, q, k, v, out)]
     tensors.append(library.to_numpy(lse))
-    function, lengths, arguments = _call(library, options, extras)
+    function, lengths, arguments = _call(library, options, extras, captures)
+    text = arguments["text"]
+    if text is not None:
+        text = arguments["text"] = text.with_gradients()
     found = getattr(reference, f"{function}_backward")(
         *tensors,
         *lengths,
@@ -49,7 +60,14 @@ def backward(
         dbias = library.from_numpy(found.dbias.astype(arguments["bias"].dtype), extras.bias)
     if extras.sinks is not None:
         dsinks = library.from_numpy(found.dsinks.astype(arguments["sinks"].dtype), extras.sinks)
-    return Gradients(*first, dbias, dsinks)
+    gradients = Gradients(*first, dbias, dsinks)
+    if text is None:
+        return gradients
+    sums = [text.gradients.get(capture.name) for capture in text.text.captures]
+    return *gradients, *(
+        None if sum_ is None else library.cast(library.from_numpy(sum_), x)
+        for sum_, x in zip(sums, captures)
+    )
 
 
 def _rows_first(x: numpy.ndarray, options: Options) -> numpy.ndarray:
@@ -58,7 +76,7 @@ def _rows_first(x: numpy.ndarray, options: Options) -> numpy.ndarray:
 
 
 def _call(
-    library: Any, options: Options, extras: Extras
+    library: Any, options: Options, extras: Extras, captures: tuple
 ) -> tuple[str, list[numpy.ndarray | None], dict[str, Any]]:
     """The name of the function of the reference, its lengths, and its options."""
     window = options.window
@@ -76,7 +94,12 @@ def _call(
         "bias": arrays.bias,
         "key_mask": arrays.key_mask,
         "sinks": arrays.sinks,
+        "text": None,
     }
+    if options.text is not None:
+        captures = captures[: len(options.text.captures)]  # the CPU has no use for tiles
+        values = (x if isinstance(x, int | float) else library.to_numpy(x) for x in captures)
+        arguments["text"] = TextCall(options.text, tuple(values))
     lengths = [arrays.cu_seqlens_q, arrays.cu_seqlens_k, arrays.seqused_q, arrays.seqused_k]
     if all(x is None for x in lengths):
         return "attention_tiled", [], arguments

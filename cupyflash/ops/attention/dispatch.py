@@ -1,43 +1,39 @@
 """The way from the arrays of a call to the plan that computes it: GPU or CPU, cached or new.
 
 Arrays come in the order of `TENSORS` or `BACKWARD_TENSORS`, and behind them the fields of `Extras`,
-unless there is none of those.
+unless there is none of those. If the options have the text of a caller's score or mask, all fields
+are there, and its captures follow them: arrays, and Python numbers.
 """
 
 import dataclasses
-import functools
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
 from ... import environment
 from ...runtime.array import Array, View
 from ...runtime.gpu import card_of
-from ...runtime.operation import Plans
-from ...runtime.philox import is_number, seed_array
-from ...runtime.specs import require_library
+from ...runtime.operation import Carried, Plans
 from . import backends, cpu
-from .checks import EXTRAS, check, check_bias_gradient, check_lse
+from .checks import check, check_bias_gradient, check_lse
 from .lengths import check_lengths
 from .options import (
     BIAS,
     DETERMINISTIC,
     DROPOUT_P,
-    DROPOUT_SEED,
     MAX_SEQLENS,
+    NUM_EXTRAS,
     SINKS,
-    SLOPES,
     Extras,
     Gradients,
     Options,
     caller_name,
+    text_of,
 )
 from .padding import Padding
 from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from .preparation import BACKWARD_TENSORS, TENSORS, check_library, prepared, split_extras
 from .problem import Problem
 
-TENSORS = ("q", "k", "v")
-BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dlse")
-OPTIONAL = ("dlse", *Extras._fields)
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}
 
 _forward_plans = Plans(wide=3)
@@ -55,7 +51,7 @@ def forward(
     """(out, lse) of arrays of one library, without a gradient.
 
     Args:
-        arrays: q, k, v and perhaps the fields of `Extras`.
+        arrays: q, k, v and perhaps the fields of `Extras` and captures.
         options: the plain fields of `Options`, and whether the LSE is needed: else it may be None.
     """
     options, need_lse = options
@@ -65,15 +61,17 @@ def forward(
     bias_aligned, sinks = True, None
     if library.on_cpu(q):
         _checked(function, library, arrays, options)
-        return cpu.forward(library, *arrays[:3], Options(*options), Extras(*arrays[3:]))
+        extras, captures = split_extras(arrays[3:])
+        return cpu.forward(library, *arrays[:3], Options(*options), extras, captures)
     if len(arrays) > 3:
         bias_aligned, sinks = _extra_alignment(library, arrays[3:])
     settings = environment.current()
     plans = _forward_plans if options[MAX_SEQLENS] is None else _packed_forward_plans
-    key, pointers = plans.key(library, arrays, (options, settings.backend, bias_aligned))
+    given, numbers = (arrays, {}) if text_of(options) is None else _without_numbers(arrays)
+    key, pointers = plans.key(library, given, (options, settings.backend, bias_aligned))
     plan = plans.get(key)
     if plan is None or settings.debug:
-        problem = _checked(function, library, arrays, options, (key[-1], bias_aligned))
+        problem = _checked(function, library, given, options, (key[-1], bias_aligned))
         plan = plans.add(key, _forward_plan(function, problem, library, q, Options(*options)))
     if type(plan) is Padding:
         wide = plan.widen(library, q, k, v)
@@ -81,6 +79,8 @@ def forward(
         return plan.narrow(out), lse
     if sinks is not None:
         pointers[3 + SINKS] = library.pointer(sinks)
+    for place, number in numbers.items():
+        pointers[place] = number
     return plan(q, pointers, need_lse)
 
 
@@ -94,12 +94,17 @@ def _forward_plan(
 
 def backward(
     function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple[tuple, bool]
-) -> Gradients:
+) -> tuple[Array | None, ...]:
     """Gradients of arrays of one library: of the sinks if there are any, of the bias if asked for.
 
     Args:
-        arrays: dout, q, k, v, out, lse, dlse or None, and perhaps the fields of `Extras`.
+        arrays: dout, q, k, v, out, lse, dlse or None, and perhaps the fields of `Extras` and
+            captures.
         options: the plain fields of `Options`, and whether the bias needs a gradient.
+
+    Returns:
+        The fields of `Gradients`; with a text, behind them those of its captures that learn, None
+        for the others.
     """
     options, bias_grad = options
     arrays = prepared(function, library, BACKWARD_TENSORS, arrays, options)
@@ -109,18 +114,20 @@ def backward(
         asked = {"bias_grad": bias_grad, "deterministic": deterministic}
         _checked(function, library, arrays, options, **asked)
         tensors = (dout, q, k, v, out, lse)
-        extras = Extras(*extras)
-        return cpu.backward(library, *tensors, Options(*options), extras, bias_grad, dlse)
+        extras, captures = split_extras(extras)
+        options = Options(*options)
+        return cpu.backward(library, *tensors, options, extras, bias_grad, dlse, captures)
     deterministic = deterministic or library.determinism()
     bias_aligned, sinks = _extra_alignment(library, extras)
     settings = environment.current()
     plans = _backward_plans if options[MAX_SEQLENS] is None else _packed_backward_plans
     asked = (options, settings.backend, bias_aligned, deterministic, bias_grad)
-    key, pointers = plans.key(library, arrays, asked)
+    given, numbers = (arrays, {}) if text_of(options) is None else _without_numbers(arrays)
+    key, pointers = plans.key(library, given, asked)
     plan = plans.get(key)
     if plan is None or settings.debug:
         aligned = (key[-1], bias_aligned)
-        problem = _checked(function, library, arrays, options, aligned, bias_grad, deterministic)
+        problem = _checked(function, library, given, options, aligned, bias_grad, deterministic)
         views = {name: library.view(x) for name, x in {"q": q, "k": k, "v": v}.items()}
         wanted = (Options(*options), deterministic, bias_grad)
         plan = plans.add(key, _backward_plan(function, problem, library, views, *wanted))
@@ -139,12 +146,22 @@ def backward(
     copies = [_contiguous(library, lse, pointers, 5), _contiguous(library, dlse, pointers, 6)]
     if sinks is not None:
         pointers[7 + SINKS] = library.pointer(sinks)
-    dq, dk, dv, dbias, dsinks = plan(q, k, v, pointers)
+    for place, number in numbers.items():
+        pointers[place] = number
+    dq, dk, dv, dbias, dsinks, *of_captures = plan(q, k, v, pointers)
     del copies
     if dbias is not None:
         dbias = library.cast(dbias, extras[BIAS]).reshape(extras[BIAS].shape)
     dsinks = None if dsinks is None else library.cast(dsinks, extras[SINKS])
-    return Gradients(dq, dk, dv, dbias, dsinks)
+    gradients = Gradients(dq, dk, dv, dbias, dsinks)
+    captures = extras[NUM_EXTRAS:]
+    return (*gradients, *_like(library, of_captures, captures)) if captures else gradients
+
+
+def _like(library: Any, gradients: list[Array | None], captures: list) -> list[Array | None]:
+    """The gradients of captures in their dtypes; a plan gives none if no capture learns."""
+    gradients = gradients or [None] * len(captures)
+    return [None if g is None else library.cast(g, x) for g, x in zip(gradients, captures)]
 
 
 def _contiguous(library: Any, x: Array | None, pointers: list[int], place: int) -> Array | None:
@@ -171,61 +188,10 @@ def _backward_plan(
     return backward_plan(function, problem, library, views, options, deterministic, bias_grad)
 
 
-def prepared(
-    function: str, library: Any, names: tuple[str, ...], arrays: tuple, options: tuple
-) -> tuple[Array | None, ...]:
-    """The arrays of a call, all of one library, with an array for the seed if there is dropout.
-
-    Preparing them again changes nothing.
-
-    Args:
-        names: `TENSORS` or `BACKWARD_TENSORS`.
-
-    Raises:
-        TypeError: an array of another library, or a seed of another kind.
-        ValueError: a seed out of range, or none in a backward.
-        NotImplementedError: slopes that want a gradient.
-    """
-    given = len(arrays) - len(names)
-    if given or options[DROPOUT_P]:
-        arrays = with_seed(function, library, names, arrays, options)
-    kind = type(arrays[names is BACKWARD_TENSORS])  # of q
-    for x in arrays:
-        if type(x) is not kind and x is not None:  # a subclass or a stranger
-            _check_library(function, library, names, arrays)
-            break
-    if not given:
-        return arrays
-    extras = arrays[len(names) :]
-    if extras and extras[SLOPES] is not None and library.wants_gradient(extras[SLOPES]):
-        refuse_slopes(function)
-    return arrays
-
-
-def refuse_slopes(function: str) -> NoReturn:
-    fact = "alibi_slopes have no gradient (use alibi_slopes.detach())"
-    raise NotImplementedError(f"{function}: {fact}, got some that require one")
-
-
-def with_seed(
-    function: str, library: Any, names: tuple[str, ...], arrays: tuple, options: tuple
-) -> tuple[Array | None, ...]:
-    """The arrays of a call, with one for the seed if there is dropout, without seed otherwise."""
-    num, dropout_p = len(names), options[DROPOUT_P]
-    if len(arrays) == num and not dropout_p:
-        return arrays
-    extras = Extras(*arrays[num:])
-    seed = extras.dropout_seed
-    if seed is not None or dropout_p:
-        if seed is None and "dout" in names:
-            fact = "dropout_p needs the dropout_seed of the forward"
-            raise ValueError(f"{function}: {fact}, got None")
-        if not dropout_p and not is_number(seed):
-            _check_library(function, library, ("dropout_seed",), (seed,))
-        seed = seed_array(function, library, arrays[names.index("q")], seed, dropout_p)
-        extras = tuple(seed if i == DROPOUT_SEED else x for i, x in enumerate(extras))
-    given = any(x is not None for x in extras)
-    return (*arrays[:num], *extras) if given else arrays[:num]
+def _without_numbers(arrays: tuple) -> tuple[tuple, dict[int, Any]]:
+    """The arrays with None in the place of numbers and found tiles, and these by their places."""
+    numbers = {place: x for place, x in enumerate(arrays) if isinstance(x, int | float | Carried)}
+    return tuple(None if place in numbers else x for place, x in enumerate(arrays)), numbers
 
 
 def _checked(
@@ -245,12 +211,19 @@ def _checked(
         deterministic: what asks for it, "error" or "warn".
     """
     names = TENSORS if bias_grad is None else BACKWARD_TENSORS
-    _check_library(function, library, names, arrays)
+    check_library(function, library, names, arrays)
+    text, captures = text_of(options), arrays[len(names) + NUM_EXTRAS :]
+    captures = captures[: len(text.captures)] if text is not None else ()
+    numbers = (int, float, type(None))
+    captures = tuple(None if isinstance(x, numbers) else library.view(x) for x in captures)
     arrays = {n: x for n, x in zip((*names, *Extras._fields), arrays) if x is not None}
     views = {name: library.view(x) for name, x in arrays.items()}
     lses = {name: views.pop(name) for name in ("lse", "dlse") if name in views}
     extras = {name: views.pop(name) for name in Extras._fields if name in views}
-    problem = check(function, views, Options(*options), extras)
+    problem = check(function, views, Options(*options), extras, captures)
+    if problem.text is not None and problem.device >= 0:
+        fact = "score= and mask= are built for the CPU"
+        raise NotImplementedError(f"{function}: {fact}, got arrays on a GPU")
     problem = dataclasses.replace(problem, aligned=aligned[0], bias_aligned=aligned[1])
     check_lse(function, problem, lses)
     if bias_grad is not None:
@@ -273,15 +246,3 @@ def _extra_alignment(library: Any, extras: tuple) -> tuple[bool, Array | None]:
         bias is None or library.pointer(bias) % 16 == 0,
         None if sinks is None else library.float32(sinks),
     )
-
-
-def _check_library(
-    function: str, library: Any, names: tuple[str, ...], arrays: tuple[Array | None, ...]
-) -> None:
-    """Raise TypeError where an array is of another library, or is None but not optional."""
-    given = {
-        name: x
-        for name, x in zip((*names, *Extras._fields), arrays)
-        if x is not None or name not in OPTIONAL
-    }
-    require_library(function, library, given, "q", functools.partial(caller_name, function), EXTRAS)

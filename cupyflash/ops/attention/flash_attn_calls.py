@@ -1,11 +1,15 @@
 """From the arguments of flash-attn's functions to a call of attention."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...runtime.array import Array
 from ...runtime.checks import plain_flag
 from .operations import FORWARD
 from .options import Extras, plain_options
+
+if TYPE_CHECKING:
+    from .score_text.scores import Mask, Score
 
 
 class Lengths(NamedTuple):
@@ -29,6 +33,8 @@ def call(
     sinks: Array | None,
     return_attn_probs: bool,
     lengths: Lengths | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
 ) -> Array | tuple[Array, Array, None]:
     """The result of ``function``.
 
@@ -46,6 +52,10 @@ def call(
     elif not alibi_slopes is sinks is None:
         arrays = (*arrays, *Extras(alibi_slopes=alibi_slopes, sinks=sinks))
     plain = plain_options(function, layout=layout, max_seqlens=max_seqlens, **options)
+    if not score is mask is None:
+        from .score_text.arguments import with_text
+
+        plain, arrays = with_text(function, plain, arrays, 3, score, mask)
     out, lse = FORWARD(function, arrays, (plain, return_attn_probs))
     return (out, lse, None) if return_attn_probs else out
 

@@ -20,7 +20,10 @@ _PACKED = "flash_attn_varlen_func takes packed sequences"
 # `cupyflash.attention` that says the same, if there is one, and a hint.
 KEYWORDS = {
     "is_causal": ("causal", "True ends at the last key, 'top-left' is what SDPA does"),
-    **dict.fromkeys(("attn_mask", "attention_mask", "attn_bias", "mask"), ("bias", _MASK)),
+    **dict.fromkeys(("attn_mask", "attention_mask", "attn_bias"), ("bias", _MASK)),
+    "mask": ("mask", f"a function; an array is bias, and {_MASK}"),
+    "score_mod": ("score", "the same function"),
+    "block_mask": ("mask", "a BlockMask, or the function of it"),
     "key_padding_mask": ("seqused_k", "the number of keys of each sequence, int32 (batch,)"),
     "cache_seqlens": ("seqused_k", "int32 (batch,)"),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "qk_scale"), ("scale", "")),
@@ -40,7 +43,6 @@ KEYWORDS = {
     **dict.fromkeys(
         ("num_splits", "pack_gqa", "sm_margin", "backend", "op", "kernel_options"), ("", _LEFT_OUT)
     ),
-    **dict.fromkeys(("score_mod", "block_mask"), ("", "causal, window, softcap and bias say it")),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"), ("", _PACKED)),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), ("", _PACKED)),
     **dict.fromkeys(
@@ -59,7 +61,6 @@ ELSEWHERE = {
     "flash_attn_unpadded_qkvpacked_func": "flash_attn_varlen_qkvpacked_func",
     **dict.fromkeys(("flash_attention", "flash_attn", "sageattn"), "attention"),
     "memory_efficient_attention": "attention(q, k, v, bias=attn_bias, dropout_p=p, scale=scale)",
-    "flex_attention": "attention with causal, window, softcap, alibi_slopes or bias",
     "sdpa": "scaled_dot_product_attention",
     "LowerTriangularMask": "attention(q, k, v, causal='top-left')",
     "apply_rotary_emb": "qkv_projection(x, weight, heads_q=heads, rotary=Rotary(cos, sin))",
@@ -75,7 +76,8 @@ ELSEWHERE = {
 }
 
 
-_ATTENTION = {*Options._fields, *Extras._fields, "return_lse"} - {"max_seqlens", "key_mask"}
+_ATTENTION = {*Options._fields, *Extras._fields, "return_lse", "score", "mask"}
+_ATTENTION -= {"max_seqlens", "key_mask", "text"}
 
 
 def refuses_foreign(function: Function) -> Function:

@@ -131,7 +131,7 @@ def attention_tiled_backward(
         dout_tile = xp.ascontiguousarray(dout_groups[..., rows, :])
         for cols in _key_tiles(score, rows, block):
             k_tile, v_tile = k_groups[:, :, cols], v_groups[:, :, cols]
-            scores, derivative = score.tile(q_tile, k_tile, row, cols.start)
+            scores, slope = score.tile(q_tile, k_tile, row, cols.start)
             scores -= lse_groups[..., rows, None]
             weights = xp.exp(scores, out=scores)
             dscores = grouped_matmul(dout_tile, v_tile.swapaxes(-1, -2))
@@ -145,7 +145,7 @@ def attention_tiled_backward(
             dscores *= weights
             if bias_grad:
                 dbias[tile_of(dbias, rows, cols)] += sum_to_shape(dscores, dbias.shape)
-            dscores *= derivative
+            dscores = slope(dscores)
             dq_groups[..., rows, :] += grouped_matmul(dscores, k_tile)
             dk_groups[:, :, cols] += grouped_matmul_transposed(dscores, q_tile)
     found = [g.astype(x.dtype, copy=False) for g, x in zip((dq, dk, dv), (q, k, v))]

@@ -1,16 +1,22 @@
 """`FORWARD` and `BACKWARD`, the operations that the public functions of attention call."""
 
 from ...runtime.operation import Operation, TorchSide
-from .dispatch import BACKWARD_TENSORS, TENSORS, backward, forward
+from .dispatch import backward, forward
 from .options import Extras, caller_name
+from .preparation import BACKWARD_TENSORS, TENSORS
 
 
 def _forward_name(function: str, place: int) -> str:
-    return caller_name(function, (*TENSORS, *Extras._fields)[place])
+    return _name(function, (*TENSORS, *Extras._fields), place)
 
 
 def _backward_name(function: str, place: int) -> str:
-    return caller_name(function, (*BACKWARD_TENSORS, *Extras._fields)[place])
+    return _name(function, (*BACKWARD_TENSORS, *Extras._fields), place)
+
+
+def _name(function: str, names: tuple[str, ...], place: int) -> str:
+    """The name of an array for errors; the captures of a text lie behind all that have one."""
+    return caller_name(function, names[place]) if place < len(names) else "what a score reads"
 
 
 def _torch_forward() -> TorchSide:

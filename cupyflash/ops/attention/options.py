@@ -13,6 +13,7 @@ from ...runtime import loaded
 from ...runtime.array import Array, compiling
 from ...runtime.checks import plain_flag, plain_integer, plain_real, short
 from ...runtime.lookup import library_of
+from .score_text import Text
 
 PRECISIONS = ("ieee", "tf32")
 UNLIMITED = 2**31 - 1  # a side of a window is not longer
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     deterministic: bool = False
     precision: str = "ieee"
+    text: Text | None = None  # of the caller's score and mask, whose captures follow the extras
 
     def layout_of(self, name: str) -> str:
         """The layout of one of the tensors, or of its gradient."""
@@ -139,8 +141,8 @@ RULES = {
     "deterministic": Rule("bool", plain_flag),
     "precision": Rule("str", _precision, "'ieee' or 'tf32'", lambda x: x in PRECISIONS),
 }
-MAX_SEQLENS, DROPOUT_P, DETERMINISTIC = map(
-    Options._fields.index, ("max_seqlens", "dropout_p", "deterministic")
+MAX_SEQLENS, DROPOUT_P, DETERMINISTIC, TEXT = map(
+    Options._fields.index, ("max_seqlens", "dropout_p", "deterministic", "text")
 )
 SLOPES, BIAS, SINKS, DROPOUT_SEED, SEQUSED_K, KEY_MASK = map(
     Extras._fields.index,
@@ -161,7 +163,7 @@ def plain_options(
     deterministic: Any = False,
     precision: Any = "ieee",
 ) -> tuple:
-    """The fields of `Options` as Python numbers, strings and tuples of these, of any range.
+    """The fields of `Options` but the text, as numbers, strings and tuples of these, of any range.
 
     NumPy scalars and arrays of no dimensions in the host's memory (NumPy, torch) are read.
 
@@ -225,9 +227,14 @@ NEWEST_ARGUMENT = "str precision='ieee'"
 NUM_EXTRAS, NUM_ARGUMENTS = len(Extras._fields), len(ARGUMENTS.split(", "))
 
 
+def text_of(options: tuple) -> Text | None:
+    """The text of plain options, which are one longer if there is one."""
+    return options[TEXT] if len(options) > TEXT else None
+
+
 def encode(options: tuple) -> tuple:
     """`Options` in types that a torch operator takes; older Dynamos do not trace `_replace`."""
-    causal, scale, window, softcap, layout, lengths, *others = options
+    causal, scale, window, softcap, layout, lengths, *others = options[:TEXT]
     causal = {False: "", True: "bottom-right"}.get(causal, str(causal))
     window = None if window is None else [-1 if x is None else x for x in window]
     lengths = None if lengths is None else list(lengths)
@@ -271,6 +278,7 @@ NAMES = {
     "flash_attn_varlen_kvpacked_func": _WINDOW | _KEY_VALUE,
     "flash_attn_varlen_qkvpacked_func": _WINDOW | _PACKED | _ONE_LENGTH,
     "scaled_dot_product_attention": _TORCH | {"bias": "attn_mask", "causal": "is_causal"},
+    "flex_attention": _TORCH | {"score": "score_mod", "mask": "block_mask"},
     "triangle_attention": {"key_mask": "mask", "return_lse": "return_aux"},
     "attention_with_cache": {"k": "k_cache", "v": "v_cache", "seqused_k": "positions"},
     "_flash_attention_forward": _TORCH | _ATEN,

@@ -44,9 +44,8 @@ class Padding(NamedTuple):
         """View of the columns of a result that v has."""
         return out[..., : self.head_dim_v]
 
-    def narrow_gradients(self, gradients: Gradients) -> Gradients:
-        """Views of the columns that q, k and v have."""
-        dq, dk, dv, *others = gradients
-        return Gradients(
-            dq[..., : self.head_dim], dk[..., : self.head_dim], self.narrow(dv), *others
-        )
+    def narrow_gradients(self, gradients: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
+        """Views of the columns that q, k and v have; the others as they are."""
+        dq, dk, dv, dbias, dsinks, *of_captures = gradients
+        narrow = dq[..., : self.head_dim], dk[..., : self.head_dim], self.narrow(dv)
+        return (*Gradients(*narrow, dbias, dsinks), *of_captures)

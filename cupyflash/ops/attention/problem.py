@@ -6,6 +6,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from ...runtime.array import View
 from ...runtime.config import ITEM_SIZE
@@ -72,6 +73,8 @@ class Problem:
         aligned: the addresses of all tensors but out are multiples of 16.
         bias_aligned: that of the bias is.
         tf32: products may have the accuracy of TF32.
+        text: the `Text` of a score or a mask of the caller's own, or None.
+        captures: the views of its captures; what stands for a number is not read.
     """
 
     dtype: str
@@ -85,6 +88,8 @@ class Problem:
     aligned: bool = True
     bias_aligned: bool = False
     tf32: bool = False
+    text: Any = None
+    captures: tuple[View | None, ...] = ()
 
     @property
     def needs_padding(self) -> bool:

@@ -150,6 +150,7 @@ def _rows(
 
 def _of_sequence(b: int, rows: slice, cols: slice, options: dict[str, Any]) -> dict[str, Any]:
     """The options of sequence b from those of the batch."""
+    text = options.get("text")
     slopes, bias, mask = (options.get(name) for name in ("alibi_slopes", "bias", "key_mask"))
     if slopes is not None and slopes.ndim == 2:
         slopes = slopes[b]
@@ -158,6 +159,7 @@ def _of_sequence(b: int, rows: slice, cols: slice, options: dict[str, Any]) -> d
     if mask is not None:
         mask = mask[b : b + 1, cols]
     arrays = {"alibi_slopes": slopes, "bias": bias, "key_mask": mask}
+    arrays["text"] = None if text is None else text._replace(first_batch=b)
     return options | arrays | {"first_sequence": b}
 
 

@@ -3,10 +3,12 @@
 For query row i and key column j, with ``diagonal`` the key on which query 0 sits::
 
     s_ij = scale * q_i . k_j
+    s_ij = text(s_ij)                                        if the caller has written a score
     s_ij = softcap * tanh(s_ij / softcap)                    if softcap > 0
     s_ij = s_ij - slope * |i + diagonal - j|                 if there are ALiBi slopes
     s_ij = s_ij + bias_ij                                    if there is a bias
     s_ij = -inf                                              if the key mask hides key j
+    s_ij = -inf                                              if the caller has written a mask
     s_ij = -inf   unless   i + diagonal - left <= j <= i + diagonal + right
 
 Softcap: Gemma 2, arXiv:2408.00118; ALiBi: arXiv:2108.12409; windows: arXiv:2004.05150.
@@ -21,9 +23,13 @@ are never repeated in memory::
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from ...runtime.array import Array, array_namespace, compute_dtype
 from ...runtime.structs import header
+from .score_text.call import TextCall
+
+Slope = Callable[[Array], Array]
 
 # Where a float32 has no digit left for the score, a bias means "not seen".
 BIAS_LIMIT = header("attention/bias.cuh").BIAS_LIMIT
@@ -45,6 +51,7 @@ class ScoreFunction:
         bias: (batch, heads_kv, group, seqlen_q, seqlen_k), any axis may be 1, or None; bool: True
             where the query sees the key.
         key_mask: bool (batch, 1, 1, 1, seqlen_k), True where all queries see the key, or None.
+        text: a score or a mask of the caller's own, or None.
     """
 
     seqlen_q: int
@@ -57,6 +64,7 @@ class ScoreFunction:
     slopes: Array | None
     bias: Array | None
     key_mask: Array | None
+    text: TextCall | None = None
 
     @classmethod
     def of(
@@ -71,6 +79,7 @@ class ScoreFunction:
         alibi_slopes: Array | None = None,
         bias: Array | None = None,
         key_mask: Array | None = None,
+        text: TextCall | None = None,
     ) -> "ScoreFunction":
         """The score of options of ``cupyflash.attention``, for grouped q (b, h, g, m, d), k."""
         seqlen_q, seqlen_k = q.shape[3], k.shape[2]
@@ -92,6 +101,7 @@ class ScoreFunction:
             slopes=alibi_slopes,
             bias=None if bias is None else group_bias(bias, k),
             key_mask=None if key_mask is None else key_mask[:, None, None, None],
+            text=text,
         )
 
     def key_range(self, row_begin: int, row_end: int) -> tuple[int, int]:
@@ -100,21 +110,24 @@ class ScoreFunction:
         end = min(self.seqlen_k, row_end + self.diagonal + self.right)
         return begin, max(begin, end)
 
-    def tile(self, q: Array, k: Array, row: int, col: int) -> tuple[Array, Array | float]:
-        """Scores of a tile of queries against a tile of keys, and their derivative by q . k.
+    def tile(self, q: Array, k: Array, row: int, col: int) -> tuple[Array, Slope]:
+        """Scores of a tile of queries against a tile of keys, and the way of their gradient.
 
         Args:
             q: (batch, heads_kv, group, m, head_dim), the queries [row, row + m).
             k: (batch, heads_kv, n, head_dim), the keys [col, col + n).
 
         Returns:
-            scores (batch, heads_kv, group, m, n), -inf where the key is not seen, and the
-            derivative: ``scale``, times 1 - tanh² of the same shape if there is a softcap.
+            scores (batch, heads_kv, group, m, n), -inf where the key is not seen, and a function
+            that turns their gradient into that of q . k: it multiplies by ``scale``, and by
+            1 - tanh² if there is a softcap, or by the derivative of the caller's score.
         """
         xp = array_namespace(q)
         scores = grouped_matmul(q, k.swapaxes(-1, -2))
         scores *= self.scale
-        derivative = self.scale
+        derivative, of_text = self.scale, None
+        if self.text is not None:
+            scores, of_text = self.text.score(scores, row, col)
         if self.softcap > 0:
             scores = xp.tanh(scores / self.softcap)
             derivative = self.scale * (1 - scores * scores)
@@ -137,7 +150,15 @@ class ScoreFunction:
         if self._needs_mask(row, row + rows, col, col + cols):
             seen = (offset >= -self.left) & (offset <= self.right)
             scores = xp.where(seen, scores, -xp.inf)
-        return scores, derivative
+        if self.text is not None:
+            scores = self.text.mask(scores, row, col)
+
+        def slope(gradient: Array) -> Array:
+            gradient = gradient if of_text is None else of_text(gradient)
+            gradient *= derivative
+            return gradient
+
+        return scores, slope
 
     def _needs_mask(self, row_begin: int, row_end: int, col_begin: int, col_end: int) -> bool:
         """Whether any query of the tile does not see one of its keys: the two corners decide."""

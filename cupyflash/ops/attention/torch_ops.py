@@ -37,6 +37,7 @@ from .options import (
     encode,
 )
 from .plan import result_strides
+from .preparation import refuse_slopes
 from .problem import kernel_head_dim
 
 LIBRARY = library_of(torch.empty(0))
@@ -79,7 +80,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tenso
 
 
 @register_fake(_forward_op)
-def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     function, extras, options = decode(arguments)
     require_one_device(function, q, k, v, *extras)
     layout = options.layout_of("q")
@@ -110,7 +111,7 @@ def _backward_op(
 
 
 @register_fake(_backward_op)
-def _(
+def fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
     arguments, bias_grad, dlse = split_backward(arguments)
@@ -125,8 +126,8 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
     out, lse = output
-    if ctx.needs_input_grad[3 + SLOPES]:  # dispatch.prepared, which torch.compile skips, says so
-        dispatch.refuse_slopes(arguments[NUM_EXTRAS])
+    if ctx.needs_input_grad[3 + SLOPES]:  # `prepared`, which torch.compile skips, says so
+        refuse_slopes(arguments[NUM_EXTRAS])
     ctx.save_for_backward(q, k, v, out, lse, *arguments[:NUM_EXTRAS])
     ctx.arguments = arguments[NUM_EXTRAS:]
     ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
@@ -170,7 +171,7 @@ def forward_rule(call: Callable) -> Callable:
     """
 
     def rule(info: Any, in_dims: tuple, *arguments: Any) -> tuple:
-        return _mapped(call, info.batch_size, in_dims, arguments, 3)
+        return mapped(call, info.batch_size, in_dims, arguments, 3)
 
     return rule
 
@@ -190,7 +191,7 @@ def backward_rule(call: Callable) -> Callable:
         dims = (*in_dims[:6], None if dlse is None else in_dims[6 + len(rest)], *in_dims[6:])
         *rest, precision = rest
         arguments = (*tensors, dlse, *rest, bias_grad, precision)
-        return _mapped(last_at_6, info.batch_size, dims, arguments, 7)
+        return mapped(last_at_6, info.batch_size, dims, arguments, 7)
 
     def last_at_6(*arguments: Any) -> Any:
         return call(*arguments[:6], *arguments[7:-1], arguments[6], arguments[-1])
@@ -198,7 +199,7 @@ def backward_rule(call: Callable) -> Callable:
     return rule
 
 
-def _mapped(
+def mapped(
     call: Callable, size: int, in_dims: tuple, arguments: tuple, num_tensors: int
 ) -> tuple[Any, Any]:
     """(results, their mapped axes) for ``size`` entries of the mapped axes ``in_dims``."""

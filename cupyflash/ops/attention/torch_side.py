@@ -9,8 +9,8 @@ from ...runtime.array import compiling
 from ...runtime.lookup import library_of
 from ...runtime.torch_calls import readable, refuse_batched
 from . import dispatch
-from .dispatch import BACKWARD_TENSORS, TENSORS
-from .options import BIAS, SINKS, Gradients
+from .options import BIAS, NUM_EXTRAS, SINKS, Gradients, text_of
+from .preparation import BACKWARD_TENSORS, TENSORS, prepared, with_seed
 
 LIBRARY = library_of(torch.empty(0))
 
@@ -21,10 +21,14 @@ class Forward:
     @staticmethod
     def traced(function: str, arrays: tuple, options: tuple[tuple, bool]) -> tuple[Tensor, Tensor]:
         """(out, lse) by the operator, for torch.compile, dispatch modes and tensor subclasses."""
+        prepare = with_seed if compiling() else prepared
+        arrays = _autocast(prepare(function, LIBRARY, TENSORS, arrays, options[0]))
+        if text_of(options[0]) is not None:
+            from . import torch_text
+
+            return torch_text.attention(function, arrays, options[0])
         from . import torch_ops
 
-        prepare = dispatch.with_seed if compiling() else dispatch.prepared
-        arrays = _autocast(prepare(function, LIBRARY, TENSORS, arrays, options[0]))
         return torch_ops.attention(function, arrays, options[0])
 
     @staticmethod
@@ -32,14 +36,15 @@ class Forward:
         function: str, arrays: tuple, options: tuple[tuple, bool]
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse), recorded for the backward pass where a tensor requires a gradient."""
-        arrays = dispatch.prepared(function, LIBRARY, TENSORS, arrays, options[0])
+        arrays = prepared(function, LIBRARY, TENSORS, arrays, options[0])
         if LIBRARY.is_autocast():
             arrays = _autocast(arrays)
             if not LIBRARY.wants_gradient(*arrays):
                 return dispatch.forward(function, LIBRARY, arrays, options)
         q, k, v, *extras = arrays
         learned = (extras[BIAS], extras[SINKS]) if extras else (None, None)
-        return _record(q, k, v, *learned, (function, extras, options[0]))
+        extras, captures = extras[:NUM_EXTRAS], extras[NUM_EXTRAS:]
+        return _record(q, k, v, *learned, (function, extras, options[0]), *captures)
 
 
 class Backward:
@@ -48,10 +53,14 @@ class Backward:
     @staticmethod
     def traced(function: str, arrays: tuple, options: tuple[tuple, bool]) -> Gradients:
         """The gradients by the operator."""
+        if not compiling():
+            arrays = prepared(function, LIBRARY, BACKWARD_TENSORS, arrays, options[0])
+        if text_of(options[0]) is not None:
+            from . import torch_text
+
+            return torch_text.attention_backward(function, arrays, *options)
         from . import torch_ops
 
-        if not compiling():
-            arrays = dispatch.prepared(function, LIBRARY, BACKWARD_TENSORS, arrays, options[0])
         return torch_ops.attention_backward(function, arrays, *options)
 
 
@@ -59,16 +68,20 @@ class Attention(torch.autograd.Function):
     """(out, lse) of `dispatch.forward`; either may have a gradient.
 
     Bias and sinks are arguments of their own, as only those of the extras have gradients. All that
-    is no tensor is one argument, as torch spends time on each.
+    is no tensor is one argument, as torch spends time on each; but the captures of a text are
+    tensors and numbers.
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, bias, sinks, call):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, q, k, v, bias, sinks, call, *captures):  # noqa: ANN001, ANN205
         function, extras, options = ctx.call = call
-        out, lse = dispatch.forward(function, LIBRARY, (q, k, v, *extras), (options, True))
+        arrays = (q, k, v, *extras, *captures)
+        out, lse = dispatch.forward(function, LIBRARY, arrays, (options, True))
         if out._is_view():  # columns of a wider array: torch would refuse out.mul_(x)
             out = out.detach()
-        ctx.save_for_backward(q, k, v, out, lse, *extras)
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in captures]
+        tensors = [x if isinstance(x, Tensor) else None for x in captures]
+        ctx.save_for_backward(q, k, v, out, lse, *extras, *tensors)
         ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
         return out, lse
 
@@ -76,12 +89,21 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
         refuse_batched(dout, dlse)
         q, k, v, out, lse, *extras = ctx.saved_tensors
-        function, _, options = ctx.call
+        function, given, options = ctx.call
+        if ctx.numbers:
+            from .score_text.arguments import learned_options
+
+            options = learned_options(options, ctx.needs_input_grad[6:])
+            extras, captures = extras[: len(given)], extras[len(given) :]
+            extras += [x if number is None else number for x, number in zip(captures, ctx.numbers)]
         arrays = (readable(dout, out), q, k, v, out, lse, dlse, *extras)
         options = (options, ctx.needs_input_grad[3])
         if torch.is_grad_enabled():  # create_graph=True: not as if the gradients were constants
-            return *Backward.traced(function, arrays, options), None
-        return *dispatch.backward(function, LIBRARY, arrays, options), None
+            gradients = Backward.traced(function, arrays, options)
+        else:
+            gradients = dispatch.backward(function, LIBRARY, arrays, options)
+        rest = len(ctx.numbers) - len(gradients[5:])  # found tiles, which stand behind captures
+        return *gradients[:5], None, *gradients[5:], *[None] * rest
 
 
 # Without the Python layer of `Attention.apply`, which is for transforms of torch.func: these are

@@ -1,0 +1,73 @@
+"""A `BlockMask` of FlexAttention as a `Mask`."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ....runtime import loaded
+from .scores import Mask
+from .stand_in import Fixed
+
+PARTIAL, FULL = 1, 2  # kinds of a block; 0 is an empty one
+
+_masks: "weakref.WeakKeyDictionary[Any, Mask]" = weakref.WeakKeyDictionary()
+
+
+def is_block_mask(x: Any) -> bool:
+    return hasattr(x, "mask_mod") and hasattr(x, "kv_num_blocks")
+
+
+def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Mask:
+    """The mask that says the same: full blocks are seen, the function decides in partial ones.
+
+    Args:
+        name: of the argument, for errors.
+        q, k: (batch, heads, seqlen) of the tensors.
+
+    Raises:
+        ValueError: it was made for other lengths, or for another batch or number of heads.
+    """
+    lengths, sizes = tuple(block_mask.seq_lengths), tuple(block_mask.shape[:2])
+    if lengths != (q[2], k[2]):
+        fact = f"{name} must be of the lengths {(q[2], k[2])} of queries and keys"
+        raise ValueError(f"{function}: {fact}, got a BlockMask of {lengths}")
+    if any(size not in (1, whole) for size, whole in zip(sizes, q[:2])):
+        fact = f"{name} must have the batch and heads of the queries, {tuple(q[:2])}, or 1"
+        raise ValueError(f"{function}: {fact}, got a BlockMask of {sizes}")
+    if block_mask not in _masks:
+        mask = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
+        _masks[block_mask] = mask.tiles()  # a BlockMask is made anew where its mask changes
+    return _masks[block_mask]
+
+
+def _function_of(block_mask: Any) -> Callable:
+    rows, cols = map(Fixed, block_mask.BLOCK_SIZE)
+    batch, heads = block_mask.shape[:2]
+    mask_mod = block_mask.mask_mod
+
+    def mask(b: Any, h: Any, q: Any, k: Any, *, blocks: Any) -> Any:
+        at = (b if batch > 1 else Fixed(0), h if heads > 1 else Fixed(0), q // rows, k // cols)
+        kind = blocks[at]
+        return (kind == Fixed(FULL)) | ((kind == Fixed(PARTIAL)) & mask_mod(b, h, q, k))
+
+    return mask
+
+
+def _kinds(block_mask: Any) -> Any:
+    """The kind of each block, uint8 (batch, heads, blocks of queries, blocks of keys)."""
+    torch = loaded.torch
+    rows, cols = (-(-n // size) for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE))
+    shape = (*block_mask.shape[:2], rows, cols)
+    kinds = torch.zeros(shape, dtype=torch.uint8, device=block_mask.kv_indices.device)
+    listed = ((PARTIAL, "kv_num_blocks", "kv_indices"),)
+    listed += ((FULL, "full_kv_num_blocks", "full_kv_indices"),)
+    for kind, counts, indices in listed:
+        count, index = getattr(block_mask, counts), getattr(block_mask, indices)
+        if count is None:
+            continue
+        count, index = count[:, :, :rows], index[:, :, :rows].long()
+        used = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+        wide = torch.zeros((*shape[:3], cols + 1), dtype=torch.uint8, device=index.device)
+        wide.scatter_(3, torch.where(used, index, cols), kind)  # unused ones go behind the last
+        kinds = torch.maximum(kinds, wide[..., :cols])
+    return kinds

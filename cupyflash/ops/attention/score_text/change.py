@@ -1,0 +1,17 @@
+"""A copy of a tree in which some nodes are others."""
+
+from collections.abc import Callable
+
+from .tree import Node
+
+
+def changed(tree: Node, change: Callable[[Node], Node]) -> Node:
+    """The tree with each node, whose arguments have been changed before, as the function has it."""
+    copies: dict[int, Node] = {}
+
+    def copy(x: Node) -> Node:
+        if id(x) not in copies:
+            copies[id(x)] = change(Node(x.op, x.kind, [copy(y) for y in x.args], x.value))
+        return copies[id(x)]
+
+    return copy(tree)

@@ -1,0 +1,95 @@
+"""A text as one string, as a torch operator takes it."""
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from . import tree
+from .change import changed
+from .text import Text
+from .tree import Capture, Node
+from .write import to_text
+
+SEPARATOR = "\n"  # between a score and a mask that are encoded apart; JSON has none
+
+
+@functools.lru_cache(maxsize=1024)
+def encode_text(text: Text) -> str:
+    return json.dumps(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def decode_text(string: str) -> Text:
+    """The text, of both parts if the string is of a score and a mask."""
+    score, *mask = map(_part, string.split(SEPARATOR))
+    return joined(score, mask[0])[0] if mask else score
+
+
+def _part(string: str) -> Text:
+    score, mask, captures = json.loads(string)
+    return Text(score, mask, tuple(Capture(*x) for x in captures))
+
+
+def joined(score: Text, mask: Text, shared: Sequence[str] = ()) -> tuple[Text, list[bool]]:
+    """Both texts as one, and for each capture of the mask whether it is a capture of its own.
+
+    Args:
+        shared: names of captures of the mask that are those of the same name of the score.
+    """
+    taken, names = {x.name for x in score.captures}, {}
+    captures, own = list(score.captures), []
+    for capture in mask.captures:
+        own.append(capture.name not in shared)
+        if not own[-1]:
+            continue
+        name, count = capture.name, 1
+        while name in taken:
+            count += 1
+            name = f"{capture.name.rstrip('0123456789')}{count}"
+        taken.add(name)
+        if name != capture.name:
+            names[capture.name] = name
+        captures.append(capture._replace(name=name))
+    text = mask.mask
+    if names:
+
+        def rename(x: Node) -> Node:
+            value = x.value
+            if x.op == "capture":
+                value = value._replace(name=names.get(value.name, value.name))
+            return Node(x.op, x.kind, x.args, value)
+
+        text = to_text(changed(mask.mask_tree, rename))
+    return Text(score.score, text, tuple(captures)), own
+
+
+def values_of(text: Text, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
+    """The captures of a text in its order."""
+    arrays, plain = iter(tensors), iter(numbers)
+    return [
+        (int if x.dtype == "int" else float)(next(plain)) if x.is_number else next(arrays)
+        for x in text.captures
+    ]
+
+
+def folded(string: str, numbers: Sequence[float], batch: int) -> tuple[str, list[float]]:
+    """A text for a batch into which several of this size are folded, and its numbers."""
+    text = decode_text(string)
+    name = "batches"
+    while name in {x.name for x in text.captures}:
+        name += "1"
+    capture = Capture(name, "int", 0)
+
+    def of_one(x: Node) -> Node:
+        if x.op == "name" and x.value == "batch":
+            return tree.apply("mod", [tree.name("batch"), tree.read(capture, [])])
+        return x
+
+    parts = [
+        to_text(changed(x, of_one)) if x is not None else ""
+        for x in (text.score_tree, text.mask_tree)
+    ]
+    if name not in "".join(parts):
+        return string, list(numbers)
+    return encode_text(Text(*parts, (*text.captures, capture))), [*numbers, float(batch)]

@@ -1,0 +1,102 @@
+"""`Text`: the score and the mask of a call in the form that decides which kernels compute it."""
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+from .capture import Capture
+
+if TYPE_CHECKING:  # the modules of texts are imported when a call has one
+    from .tree import Node
+
+CPP_TYPES = {
+    "float32": "float",
+    "float16": "half_t",
+    "bfloat16": "bfloat16_t",
+    "int32": "int",
+    "int64": "int64_t",
+    "uint8": "uint8_t",
+    "bool": "bool",
+}
+RECORD = 64  # bytes, of which the size of the captures is a multiple
+
+
+class Text(NamedTuple):
+    """Hashable, so it is a part of a kernel's configuration and of the key of its cache.
+
+    Attributes:
+        score: the text of the score, or "".
+        mask: that of the mask, or "".
+        captures: what both read, in the order in which a call passes them.
+    """
+
+    score: str
+    mask: str
+    captures: tuple[Capture, ...]
+
+    @property
+    def score_tree(self) -> "Node | None":
+        return _parsed(self.score, self.captures, False) if self.score else None
+
+    @property
+    def mask_tree(self) -> "Node | None":
+        return _parsed(self.mask, self.captures, True) if self.mask else None
+
+    def header(self, pass_: str) -> str:
+        """The C++ that stands in front of a kernel, of the pass "fwd" or "bwd".
+
+        The backward instantiates ``user_score`` with numbers that carry their derivative.
+        """
+        return _header(self, pass_)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str, captures: tuple[Capture, ...], mask: bool) -> "Node":
+    from .parse import parse
+
+    return parse(text, captures, mask)
+
+
+@functools.lru_cache(maxsize=1024)
+def _header(text: Text, pass_: str) -> str:
+    if pass_ not in ("fwd", "bwd"):
+        raise ValueError(f"header: the pass must be 'fwd' or 'bwd', got {pass_!r}")
+    fields, size = [], 0
+    for x in text.captures:
+        size += 8 * (1 + x.rank)
+        kind = f"Number<{x.dtype}>" if x.is_number else f"Capture<{CPP_TYPES[x.dtype]}, {x.rank}>"
+        fields.append(f"  {kind} {x.name};")
+    if size % RECORD:
+        fields.append(f"  uint8_t padding[{RECORD - size % RECORD}];")
+    lines = [
+        f"#define USER_SCORE {str(bool(text.score)).lower()}",
+        f"#define USER_MASK {str(bool(text.mask)).lower()}",
+        '#include "attention/text.cuh"',
+        "struct Captures {",
+        *fields,
+        "};",
+        "namespace text {",
+    ]
+    if text.score_tree is not None:
+        lines += _function(text.score_tree, "score", text.score)
+    if text.mask_tree is not None:
+        lines += _function(text.mask_tree, "mask", text.mask)
+    return "\n".join([*lines, "}  // namespace text", ""])
+
+
+def _function(tree: "Node", name: str, text: str) -> list[str]:
+    from .write import to_cpp
+
+    parts, result = to_cpp(tree)
+    of_score = name == "score"
+    head = "template <class N>\n__device__ __forceinline__ N" if of_score else ""
+    head = head or "__device__ __forceinline__ bool"
+    arguments = "N score, " * of_score + "int batch, int head, int query, int key, "
+    return [
+        *(f"// {line}" for line in f"{name}: {text}".splitlines()),
+        f"{head} user_{name}({arguments}const Captures& captures) {{",
+        *(f"  const auto {part} = {value};" for part, value in parts),
+        f'#line 1 "{name}"',
+        f"  return N({result});" if of_score else f"  return {result};",
+        '#line 1 "stub.cu"',
+        "}",
+    ]

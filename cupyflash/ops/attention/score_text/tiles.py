@@ -1,0 +1,16 @@
+"""What calls with one mask share on a GPU: which of its tiles are empty or full."""
+
+from typing import Any
+
+from ....runtime.operation import Carried
+
+
+class FoundTiles(Carried):
+    """The bits of the tiles of one mask, by the kernels that have found them.
+
+    A call gets it behind the captures of its mask, finds the bits that are missing, and leaves them
+    here.
+    """
+
+    def __init__(self) -> None:
+        self.of_kernel: dict[tuple, Any] = {}

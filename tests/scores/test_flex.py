@@ -1,0 +1,123 @@
+"""`cupyflash.flex_attention` beside torch's own, with BlockMasks of all kinds."""
+
+import collections
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+from torch._higher_order_ops.flex_attention import math_attention  # noqa: E402
+
+import cupyflash  # noqa: E402
+from cupyflash.testing import make_inputs  # noqa: E402
+from cupyflash.testing.gallery import GALLERY, HEADS, LENGTH  # noqa: E402
+from cupyflash.testing.scores import expected_scores  # noqa: E402
+
+AUX = getattr(flex, "AuxRequest", None)  # since torch 2.9
+Aux = collections.namedtuple("Aux", ("lse", "max_scores"))
+
+
+def tensors(**sizes):
+    sizes = {"batch": 2, "heads_q": HEADS, "heads_kv": HEADS, "head_dim": 16} | sizes
+    return make_inputs("torch", "float32", layout="bhsd", **sizes)
+
+
+def by_torch(inputs, score_mod=None, block_mask=None):
+    """(out, lse) of torch's function step by step; its kernels have no gradient on a CPU."""
+    blocks = block_mask or flex._create_empty_block_mask(inputs.q, inputs.k)
+    scale, score_mod = inputs.q.shape[3] ** -0.5, score_mod or (lambda s, *_: s)
+    qkv = inputs.q, inputs.k, inputs.v
+    out, lse, *_ = math_attention(*qkv, score_mod, blocks.as_tuple(), scale, {})
+    return out, lse * math.log(2)
+
+
+@pytest.mark.parametrize("name", [name for i, name in enumerate(GALLERY) if i % 3 == 0])
+def test_as_torch(name):
+    """The function as torch takes it; a mask also as the BlockMask that torch makes of it."""
+    case = GALLERY[name]
+    arrays = case.arrays(torch.Generator().manual_seed(1))
+    function = case.make(*arrays)
+    inputs = tensors(seqlen_q=LENGTH, seqlen_k=LENGTH)
+    qkv = inputs.q, inputs.k, inputs.v
+    if not case.is_mask:
+        wanted = by_torch(inputs, function)
+        found = cupyflash.flex_attention(*qkv, function, return_lse=True)
+    else:
+        blocks = flex.create_block_mask(function, 2, HEADS, LENGTH, LENGTH, "cpu", BLOCK_SIZE=16)
+        wanted = by_torch(inputs, block_mask=blocks)
+        found = cupyflash.flex_attention(*qkv, block_mask=blocks, return_lse=True)
+        assert torch.equal(found[0], cupyflash.flex_attention(*qkv, block_mask=function))
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mask_mod", [None, lambda b, h, q, k: q >= k])
+def test_blocks_that_the_caller_selects(mask_mod):
+    """A BlockMask whose blocks say more than its function: full, partial and absent ones."""
+    counts = torch.tensor([2, 1, 0]).expand(1, 2, 3).int()
+    indices = torch.tensor([[3, 0, 0, 0], [1, 0, 0, 0], [0] * 4]).expand(1, 2, 3, 4).int()
+    full = torch.tensor([0, 1, 1]).expand(1, 2, 3).int()
+    of_full = torch.tensor([[0] * 4, [2, 0, 0, 0], [0] * 4]).expand(1, 2, 3, 4).int()
+    blocks = flex.BlockMask.from_kv_blocks(
+        counts, indices, full, of_full, BLOCK_SIZE=16, mask_mod=mask_mod, seq_lengths=(40, 56)
+    )
+    inputs = tensors(seqlen_q=40, seqlen_k=56, heads_q=2, heads_kv=2)
+    seen = torch.zeros(40, 56, dtype=torch.bool)
+    rows, cols = torch.arange(40)[:, None], torch.arange(56)
+    inside = torch.ones(40, 56, dtype=torch.bool) if mask_mod is None else rows >= cols
+    for row, col, kind in ((0, 3, 1), (0, 0, 1), (1, 1, 1), (1, 2, 2), (2, 0, 2)):
+        at = slice(16 * row, 16 * row + 16), slice(16 * col, 16 * col + 16)
+        seen[at] = inside[at] | (kind == 2)
+    exact = expected_scores(inputs, mask=lambda x: lambda b, h, q, k: x[q, k], arrays=(seen,))
+    found = cupyflash.flex_attention(inputs.q, inputs.k, inputs.v, None, blocks)
+    exact.check(out=found.transpose(1, 2))
+    bshd = [x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v)]
+    assert torch.equal(cupyflash.attention(*bshd, mask=blocks).transpose(1, 2), found)
+
+
+def test_gradients_heads_and_statistics():
+    inputs = tensors(seqlen_q=24, seqlen_k=24, heads_kv=2)
+    table = torch.randn(HEADS, 47)
+    causal = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu")
+    score = lambda x: lambda s, b, h, q, k: s + x[h, q - k + 23]
+    exact = expected_scores(inputs, score, lambda _: lambda b, h, q, k: q >= k, arrays=(table,))
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, table)]
+    out, aux = cupyflash.flex_attention(
+        *leaves[:3], score(leaves[3]), causal, enable_gqa=True,
+        **{"return_aux": AUX(lse=True)} if AUX else {"return_lse": True},
+    )  # fmt: skip
+    names = ("dq", "dk", "dv", "d0")
+    gradients = torch.autograd.grad(out, leaves, inputs.dout)
+    actual = dict(zip(names, gradients)) | {"out": out}
+    exact.check(lse=aux.lse if AUX else aux, **{
+        name: x if name == "d0" else x.transpose(1, 2) for name, x in actual.items()
+    })  # fmt: skip
+    half = cupyflash.flex_attention(*leaves[:3], scale=0.125, enable_gqa=True)
+    assert torch.equal(half, cupyflash.attention(*leaves[:3], scale=0.125, layout="bhsd"))
+
+
+def test_wrong_calls():
+    inputs = tensors(seqlen_q=24, seqlen_k=24)
+    qkv = inputs.q, inputs.k, inputs.v
+    causal = lambda b, h, q, k: q >= k
+    blocks = lambda *sizes: flex.create_block_mask(causal, *sizes, "cpu", BLOCK_SIZE=16)
+    narrow = (inputs.q, inputs.k[:, :2], inputs.v[:, :2])
+    for arguments, options, kind, fact in (
+        ((*qkv, None, blocks(None, None, 24, 32)), {}, ValueError, "got a BlockMask of (24, 32)"),
+        ((*qkv, None, blocks(3, 1, 24, 24)), {}, ValueError, "got a BlockMask of (3, 1)"),
+        (narrow, {}, ValueError, "the same number of heads without enable_gqa"),
+        (qkv, {"return_aux": Aux(False, True)}, NotImplementedError, "largest"),
+        ((*qkv, causal), {}, TypeError, "a function must take (score, batch, head, query, key)"),
+        ((*qkv, "score"), {}, TypeError, "flex_attention: score_mod must be a function or a"),
+        ((inputs.q, 3, inputs.v), {}, TypeError, "flex_attention: key must be"),
+    ):
+        with pytest.raises(kind) as error:
+            cupyflash.flex_attention(*arguments, **options)
+        assert fact in str(error.value), str(error.value)
+    ends = torch.tensor([0, 24], dtype=torch.int32)
+    packed = [x[0].transpose(0, 1) for x in qkv]
+    with pytest.raises(NotImplementedError, match="cannot be a BlockMask beside packed sequences"):
+        cupyflash.flash_attn_varlen_func(
+            *packed, ends, ends, 24, 24, mask=blocks(None, None, 24, 24)
+        )

@@ -1,0 +1,369 @@
+"""Texts of scores and masks: what they mean, what functions become, and what errors say."""
+# ruff: noqa: E501
+
+import functools
+import math
+
+import numpy
+import pytest
+
+import cupyflash
+from cupyflash.ops.attention.score_text import Capture, Text
+from cupyflash.ops.attention.score_text.evaluate import Evaluation
+from cupyflash.ops.attention.score_text.parse import parse
+from cupyflash.ops.attention.score_text.scores import written
+from cupyflash.ops.attention.score_text.write import to_text
+
+TABLE = numpy.arange(12, dtype="float32").reshape(3, 4)
+DOC = numpy.array([0, 0, 1, 1, 2], "int32")
+CAPTURES = (Capture("table", "float32", 2), Capture("doc", "int32", 1), Capture("n", "int", 0))
+VALUES = {"table": TABLE, "doc": DOC, "n": 3}
+
+
+def value(text, mask=False, **variables):
+    """The value of a text at one place, or at several."""
+    places = {"score": numpy.float64(0.5), "batch": 1, "head": 2, "query": 4, "key": 3} | variables
+    places = {name: numpy.asarray(x) for name, x in places.items()}
+    found = Evaluation(parse(text, CAPTURES, mask), places, VALUES)
+    return found.value
+
+
+@pytest.mark.parametrize(
+    "text, wanted",
+    [
+        ("score + 2 * 3 - 4", 2.5),
+        ("-score * -2", 1.0),
+        ("7 / 2 + score", 3.5),  # integers divide as in C++
+        ("-7 / 2 + score", -2.5),
+        ("7 / 2.f + score", 4.0),
+        ("-7 % 3 + 0.0", -1.0),
+        ("mod(-7, 3) + floor_div(-7, 2) + 0.0", -2.0),
+        ("mod(-7.5, 2) + floor_div(-7.5, 2)", -3.5),
+        ("key < query ? score : 1", 0.5),
+        ("key > query ? 1 : key == 3 ? 2 : 3", 2.0),
+        ("where(!(key < query) || n == 3 && head != 2, 1, 0.25)", 0.25),
+        ("(1 << 3 | 1) ^ 2", 11.0),
+        ("query & 6 | key & ~1", 6.0),
+        ("0x1F + 1e1f + .5", 41.5),
+        ("table(head, key - 1) + doc(query) + n", 15.0),
+        ("gap = query - key; twice = gap + gap; score + twice * gap", 2.5),
+        ("max(key, 2) + min(score, 0.25) + clamp(query, 0, 2) + abs(-3)", 8.25),
+        ("pow(score, 2) + pow(4.0, score)", 2.25),
+        ("tanh(score) + sigmoid(score) + exp2(score)", math.tanh(0.5) + 1 / (1 + math.exp(-0.5)) + 2**0.5),
+        ("float(int(2.75)) + floor(-0.5)", 1.0),
+        ("PI * 1", math.pi),
+        ("true ? -INF : score", -math.inf),
+    ],
+)  # fmt: skip
+def test_value(text, wanted):
+    """Also of the text that is written of the tree."""
+    assert float(value(text)) == pytest.approx(wanted, rel=1e-12)
+    again = to_text(parse(text, CAPTURES))
+    assert float(value(again)) == float(value(text))
+    assert to_text(parse(again, CAPTURES)) == again
+
+
+def test_guards_of_indices():
+    """What a condition hides is not read; anything else outside of an array is an error."""
+    keys = numpy.arange(9)
+    text = "key < 5 && doc(key) == 1"
+    assert value(text, mask=True, key=keys).tolist() == [x in (2, 3) for x in range(9)]
+    assert value("key >= 5 || doc(key) == 1", mask=True, key=keys).sum() == 6
+    assert value("key < 5 ? doc(key) : 7", key=keys).tolist() == [0, 0, 1, 1, 2, 7, 7, 7, 7]
+    for outside in ("doc(key)", "doc(query - key)", "key < 5 ? 1 : doc(key)"):
+        with pytest.raises(IndexError, match="doc is read outside of its axis 0 of 5, got index"):
+            value(outside, key=keys)
+
+
+FUNCTIONS = ["exp(x)", "exp2(x)", "log(abs(x))", "log2(x * x)", "tanh(x)", "sigmoid(x)", "erf(x)"]
+FUNCTIONS += ["sqrt(abs(x))", "rsqrt(abs(x))", "sin(x)", "cos(x)", "pow(x, 3)", "pow(abs(x), 1.7)"]
+FUNCTIONS += [
+    "pow(2, x)",
+    "pow(x * x + 1, x)",
+    "abs(x)",
+    "min(x, 0.2)",
+    "max(x, 0.3 * x)",
+    "relu(x)",
+]
+FUNCTIONS += ["clamp(x, -0.5, x * x)", "clamp(0.1, x, 1)", "x / (x * x + 1)", "1 / x", "-x - 2 * x"]
+FUNCTIONS += [
+    "where(x > 0, x * x, sin(x))",
+    "where(x > 0, log(x), 0)",
+    "floor(x) * x",
+    "mod(x, 0.7)",
+]
+
+
+@pytest.mark.parametrize("text", FUNCTIONS)
+def test_derivative(text):
+    """By the score against differences in float64, and by a captured array, which has x twice."""
+    x = numpy.array([-1.3, -0.4, 0.15, 0.6, 1.1])
+    step = 1e-6
+    places = {name: numpy.asarray(0) for name in ("batch", "head", "query")}
+    places["key"] = numpy.arange(5)
+
+    def found(x):
+        tree = parse(
+            text.replace("x", "(score)").replace("e(score)p", "exp").replace("ma(score)", "max"), ()
+        )
+        return Evaluation(tree, places | {"score": x}, {})
+
+    wanted = (found(x + step).value - found(x - step).value) / (2 * step)
+    slope, _ = found(x).pull(numpy.ones(5))
+    numpy.testing.assert_allclose(slope, wanted, rtol=2e-8, atol=2e-9)
+    learning = (Capture("c", "float32", 1),)
+    again = text.replace("x", "c(key)").replace("ec(key)p", "exp").replace("mac(key)", "max")
+    tree = parse(f"score + {again}", learning)
+    scores = {"score": numpy.zeros((3, 5))}
+    _, of_c = Evaluation(tree, places | scores, {"c": x}, ("c",)).pull(numpy.ones((3, 5)))
+    numpy.testing.assert_allclose(of_c["c"], 3 * slope, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text, kind, fact, place",
+    [
+        ("score + keyy", ValueError, "an unknown name; names are score, batch, head, query, key", "keyy"),
+        ("score + bias(key)", ValueError, "an unknown function or capture", "bias"),
+        ("score + table(head)", ValueError, "table has 2 axes and needs as many indices, got 1", "table(head)"),
+        ("score + doc", ValueError, "doc has 1 axes and needs as many indices, got 0", "doc"),
+        ("score + table(head, score)", TypeError, "an index of table must be an integer", "score"),
+        ("score + doc(key * 0.5)", TypeError, "an index of doc must be an integer", "key * 0.5"),
+        ("key < query", TypeError, "a score must be a number", "key < query"),
+        ("score +", ValueError, "expected a number, a name or a parenthesis, got the end", ""),
+        ("score @ 2", ValueError, "a text has no '@'", "@"),
+        ("(score + 1", ValueError, "expected ), got the end of the text", ""),
+        ("score 2", ValueError, "expected an operator or the end of the text, got '2'", "2"),
+        ("where(key & 1 == 0, 1, 2)", ValueError, "a comparison beside & needs parentheses", "1 == 0"),
+        ("where(1 < key < 3, 1, 2)", ValueError, "a comparison beside < needs parentheses", "1 < key"),
+        ("score % 2", TypeError, "% takes integers (mod(a, b) takes floats)", "score"),
+        ("where(score, 1, 2)", TypeError, "where takes a condition first, got a float", "score"),
+        ("exp(score, 2)", ValueError, "exp takes 1 argument, got 2", "exp(score, 2)"),
+        ("doc(int(score))", TypeError, "int() of what depends on the score", "int(score)"),
+        ("010 + score", ValueError, "C++ takes a number that begins with 0 for an octal", "010"),
+        ("score = 3; score", ValueError, "a part needs a name that nothing else has", "score"),
+        ("99999999999999999999 + score", ValueError, "integers must fit 64 bits", "99999999999999999999"),
+    ],
+)  # fmt: skip
+def test_errors_of_texts(text, kind, fact, place):
+    """The line of the text and, below the place, carets."""
+    text = f"unused = 3;\n{text}"
+    given = {name: x for name, x in VALUES.items() if name in text}
+    with pytest.raises(kind) as error:
+        cupyflash.Score(text, **given)
+    message, line, carets = str(error.value).split("\n")
+    assert message.startswith("cupyflash.Score: ") and fact in message
+    assert line.strip() == text.split("\n")[1]
+    assert line[carets.index("^") :].startswith(place) and carets.count("^") == max(1, len(place))
+
+
+def test_other_errors():
+    for wrong, kind, fact in (
+        (lambda: cupyflash.Score(3), TypeError, "allowed are a function of (score, batch, head, "),
+        (lambda: cupyflash.Score("score", n=3), ValueError, "must read each array and number"),
+        (lambda: cupyflash.Score("score + head", head=3), ValueError, "cannot have this name"),
+        (lambda: cupyflash.Score("score + new", new=3), ValueError, "cannot have this name"),
+        (lambda: cupyflash.Score("score + c", c="x"), TypeError, "c must be an array or a number"),
+        (
+            lambda: cupyflash.Score("score + c(key)", c=TABLE[0].astype("float64")),
+            TypeError,
+            "c must be float32, float16, bfloat16, int32, int64, uint8, bool, got float64 (write",
+        ),
+        (lambda: cupyflash.Score("score + n", n=2**40), ValueError, "n must fit 32 bits"),
+        (lambda: cupyflash.Mask("score < 3"), ValueError, "an unknown name; names are batch,"),
+        (lambda: cupyflash.Mask("key + 1"), TypeError, "a mask must be a condition"),
+        (
+            lambda: cupyflash.Score("+".join(f"c{i}" for i in range(130)), **{f"c{i}": i for i in range(130)}),
+            ValueError,
+            "captures take 8 bytes and 8 for each axis, 1024 at most, got 1040",
+        ),
+        (lambda: cupyflash.Score("(" * 5000 + "score"), ValueError, "nested too deeply"),
+        (lambda: cupyflash.Score("score").cuda("both"), ValueError, "must be 'fwd' or 'bwd'"),
+    ):  # fmt: skip
+        with pytest.raises(kind) as error:
+            wrong()
+        assert fact in str(error.value), str(error.value)
+
+
+N = 7  # a variable: an argument of the kernels
+SLOPES = numpy.linspace(0, 1, 4, dtype="float32")
+
+
+def helper(query, key):
+    return SLOPES[0] + SLOPES[query - key]
+
+
+@pytest.mark.parametrize(
+    "function, text",
+    [
+        (lambda s, b, h, q, k: s - SLOPES[h] * abs(q - k), "score - SLOPES(head) * abs(query - key)"),
+        (lambda s, b, h, q, k: s + TABLE[h][k] + TABLE[h, q + 1], "score + TABLE(head, key) + TABLE(head, query + 1)"),
+        (lambda s, b, h, q, k: 50 * numpy.tanh(s / 50), "50.0 * tanh(score / 50.0)"),
+        (lambda s, b, h, q, k: s * N + q / 2, "score * n1 + query / 2.0"),
+        (lambda s, b, h, q, k: -s if N else s, "-score"),
+        (lambda s, b, h, q, k: numpy.where((q >= k) & ~(k == 3), s, -numpy.inf), "where(query >= key && !(key == 3), score, -INF)"),
+        (lambda s, b, h, q, k: s + (q // 16 == k // 16), "score + (floor_div(query, 16) == floor_div(key, 16))"),
+        (lambda s, b, h, q, k: s + (q % 4 << 1 | k & 3), "score + (mod(query, 4) << 1 | key & 3)"),
+        (lambda s, b, h, q, k: 2 - s**2 + 2**s, "2.0 - pow(score, 2) + pow(2.0, score)"),
+        (lambda s, b, h, q, k: s.clip(-1, 1) + numpy.minimum(q, 3), "clamp(score, -1.0, 1.0) + min(query, 3)"),
+        (lambda s, b, h, q, k: s * (s + 1) * (s + 1), "score * (score + 1.0) * (score + 1.0)"),
+        (lambda s, b, h, q, k: (lambda x: x * x)(s + 1), "t1 = score + 1.0; t1 * t1"),
+        (lambda s, b, h, q, k: s + helper(q, k), "score + (n1 + SLOPES(query - key))"),
+        (lambda s, b, h, q, k: 0, "0.0"),
+        (functools.partial(lambda s, b, h, q, k, cap: cap * numpy.tanh(s / cap), cap=3.5), "n2 * tanh(score / n1)"),
+        (lambda s, b, h, q, k, slopes=SLOPES: s * slopes[h], "score * slopes(head)"),
+    ],
+)  # fmt: skip
+def test_functions_of_numpy(function, text):
+    assert cupyflash.Score(function).text == text
+
+
+def test_functions_of_torch():
+    """torch's functions and methods, as FlexAttention's users write them."""
+    torch = pytest.importorskip("torch")
+    F = torch.nn.functional
+    doc, length, temperature = torch.zeros(9, dtype=torch.int64), torch.tensor(7), torch.ones(())
+    temperature.requires_grad_()
+    table = torch.zeros(4, 9)
+    for function, text in (
+        (lambda s, b, h, q, k: s + table[h, torch.clamp(k - q, -4, 4) + 4], "score + table(head, clamp(key - query, -4, 4) + 4)"),
+        (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), "where(query >= key, score, -INF)"),
+        (lambda s, b, h, q, k: s * temperature, "score * temperature"),
+        (lambda s, b, h, q, k: temperature * s.tanh(), "temperature * tanh(score)"),
+        (lambda s, b, h, q, k: s.masked_fill((q - k).abs() > 3, 0.5), "where(abs(query - key) > 3, 0.5, score)"),
+        (lambda s, b, h, q, k: torch.div(q, 2, rounding_mode="floor") + s.to(torch.float32), "floor_div(query, 2) + score"),
+        (lambda s, b, h, q, k: F.silu(s) + F.relu(s).square(), "t1 = relu(score); score * sigmoid(score) + t1 * t1"),
+        (lambda s, b, h, q, k: s + table[h][(q.float() / 2).long()], "score + table(head, int(float(query) / 2.0))"),
+        (lambda s, b, h, q, k: s.sigmoid() + torch.logical_and(q > k, k > 2), "sigmoid(score) + (query > key && key > 2)"),
+        (lambda s, b, h, q, k: torch.zeros_like(s) + torch.rsqrt(q + 1.0), "0.0 + rsqrt(query + 1.0)"),
+    ):  # fmt: skip
+        assert cupyflash.Score(function).text == text
+    for function, text in (
+        (lambda b, h, q, k: (doc[q] == doc[k]) & (q >= k), "doc(query) == doc(key) && query >= key"),
+        (lambda b, h, q, k: (k < length) | (q - k).bool(), "key < length || bool(query - key)"),
+        (lambda b, h, q, k: b.new_ones(size=(), dtype=torch.bool), "true"),
+        (lambda b, h, q, k: (q ^ k) & 1 == 0, "((query ^ key) & 1) == 0"),
+    ):  # fmt: skip
+        mask = cupyflash.Mask(function)
+        assert mask.text == text, mask.text
+
+
+def test_functions_of_cupy():
+    cupy = pytest.importorskip("cupy")
+    score = cupyflash.Score(lambda s, b, h, q, k: cupy.where(q > k, cupy.tanh(s), cupy.abs(q - k)))
+    assert score.text == "where(query > key, tanh(score), abs(query - key))"
+
+
+def branch(s, b, h, q, k):
+    if q > k:
+        return s
+    return 0
+
+
+@pytest.mark.parametrize(
+    "function, kind, fact, code",
+    [
+        (branch, TypeError, "a condition has no truth while a function is traced", "q > k"),
+        (lambda s, b, h, q, k: s if q > k else 0, TypeError, "where(condition, a, b)", ""),
+        (lambda s, b, h, q, k: max(q, k), TypeError, "maximum, got key > query", "max(q, k)"),
+        (lambda s, b, h, q, k: s + SLOPES[h / 2], TypeError, "an index of SLOPES must be an integer", "SLOPES[h / 2]"),
+        (lambda s, b, h, q, k: TABLE[h, -1], ValueError, "an index counts from 0", "TABLE[h, -1]"),
+        (lambda s, b, h, q, k: s + TABLE[h], ValueError, "TABLE has 2 axes and needs as many", "s + TABLE[h]"),
+        (lambda s, b, h, q, k: s.frobnicate(), NotImplementedError, "frobnicate is no function of scores", "s.frobnicate()"),
+        (lambda s, b, h, q, k: s.clamp_(0, 1), NotImplementedError, "changes nothing in place, allowed is clamp", "s.clamp_(0, 1)"),
+        (lambda s, b, h, q, k: [s for _ in range(k)][0], TypeError, "is no Python number", "range(k)"),
+        (lambda s, b, h, q, k: None, TypeError, "the function returns nothing", ""),
+        (lambda s, b, h, q, k: (s, s), TypeError, "a function returns one score, got 2", ""),
+        (lambda s, b, h, q, k: "s", TypeError, "got a str", ""),
+        (lambda s, b, h, q, k: q > k, TypeError, "a score must be a number", ""),
+        (lambda s, b, h, q, k: s * float("nan"), ValueError, "a score cannot be NaN", 's * float("nan")'),
+    ],
+)  # fmt: skip
+def test_errors_of_functions(function, kind, fact, code):
+    """The line of the function, and from Python 3.11 on carets below the place."""
+    with pytest.raises(kind) as error:
+        cupyflash.Score(function)
+    message = str(error.value)
+    assert message.startswith("cupyflash.Score: ") and fact in message, message
+    if code:
+        assert f"{__file__}:" in message
+        *_, line, carets = message.split("\n") if "^" in message else (*message.split("\n"), "")
+        assert code in line and (not carets or line[carets.index("^") :].startswith(code)), message
+
+
+def test_arrays_of_objects_are_given_by_keyword():
+    class Module:
+        slopes = SLOPES
+
+        def score(self, s, b, h, q, k):
+            return s * self.slopes[h]
+
+    with pytest.raises(TypeError, match="give arrays that an object holds by keyword"):
+        cupyflash.Score(Module().score)
+    score = cupyflash.Score(
+        lambda s, b, h, q, k, *, slopes, n: s * slopes[h] + n, slopes=SLOPES, n=3
+    )
+    assert score.text == "score * slopes(head) + n"
+    assert [x.name for x in score.captures] == ["n", "slopes"] and score.values[0] == 3
+
+
+def test_numbers_and_arrays_do_not_change_the_text():
+    """Other values give the same text, and with it the same kernels."""
+
+    def made(window, table):
+        score = lambda s, b, h, q, k: s + table[h, k] * window
+        mask = lambda b, h, q, k: q - k <= window
+        return written("attention", score, mask)
+
+    (text, first), (again, second) = made(100, TABLE), made(200, numpy.ones((5, 9), "float32"))
+    assert text == again and text.header("bwd") == again.header("bwd")
+    assert text.mask == "query - key <= n2" and first[1:] == (100, 100) and second[1:] == (200, 200)
+    assert first[0] is TABLE
+
+
+def test_numbers_in_host_memory_are_read_at_each_call():
+    """A `Score` that is made once sees what an array without axes holds later."""
+    cap, flag = numpy.array(2.0), numpy.array(True)
+    score = cupyflash.Score(lambda s, b, h, q, k: numpy.where(flag, s * cap, s))
+    text = cupyflash.Score("score * cap", cap=cap)
+    assert score.text == "where(bool(flag), score * cap, score)"
+    assert sorted(score.values) == [1, 2] and text.values == (2,)
+    cap[...], flag[...] = 5, False
+    assert sorted(score.values) == [0, 5] and text.values == (5,)
+    fixed = numpy.float32(0.5)  # no array
+    assert cupyflash.Score(lambda s, b, h, q, k: s * fixed).values == (0.5,)
+
+
+def test_an_array_of_both_stands_once():
+    score = cupyflash.Score(lambda s, b, h, q, k: s + TABLE[0, k] if N else s)
+    mask = cupyflash.Mask(lambda b, h, q, k: TABLE[h, k] > 0)
+    other = cupyflash.Mask("TABLE(key) == 1", TABLE=DOC)
+    text, values = written("attention", score, mask)
+    assert [x.name for x in text.captures] == ["TABLE"] and values[0] is TABLE
+    text, values = written("attention", score, other)
+    assert text.mask == "TABLE2(key) == 1" and values[1] is DOC
+
+
+def test_header():
+    """The generated code: casts, divisions, parts; the order of captures, padded to 64 bytes."""
+    text = Text(
+        "gap = query - key; where(gap < n, score / 3 + gap * gap, score) + table(head, key)",
+        "doc(query) == doc(key)",
+        (*CAPTURES, Capture("cap", "float", 0)),
+    )
+    header = text.header("bwd")
+    assert text.header("fwd") == header
+    for line in (
+        "#define USER_SCORE true",
+        "#define USER_MASK true",
+        "  Capture<float, 2> table;",
+        "  Capture<int, 1> doc;",
+        "  Number<int> n;",
+        "  Number<float> cap;",
+        "  uint8_t padding[8];",
+        "  const auto t1 = query - key;",
+        "  return N(where(t1 < captures.n(), divide(score, 3.0f) + float(t1 * t1), score) + captures.table(head, key));",
+        "  return captures.doc(query) == captures.doc(key);",
+    ):  # fmt: skip
+        assert line in header.splitlines(), header
+    assert "user_mask" not in Text("score", "", ()).header("fwd")
+    assert cupyflash.Score("score * 2").cuda("fwd").startswith("#define USER_SCORE true")
