@@ -86,21 +86,22 @@ struct BwdConsumer {
     const int query = m_begin + column;
     const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
                                        &dropout_seed, key,        query};
-    float softcap_slope[BLOCK_M / 8][4];
-    apply_score(s, softcap_slope, score, at, [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
+    float slope[BLOCK_M / 8][4];
+    const auto add_bias = [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
       bias_barriers[group].wait_full(bias_ring);
       add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
                                                         key_row % 64, bias_scale);
-    });
+    };
+    apply_score(s, slope, score, at, add_bias, masked);
     if (masked) score.apply_mask(s, at);
     recompute_weights(s, score, at, [&](int n, int i) {
       return constant_of(lse_log2, shared.lse_log2[place.stage], n, i, column);
     });
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
-    // P is multiplied by the slope of the softcap early, which frees the registers of the slope.
+    // P is multiplied by the slope of the score early, which frees the registers of the slope.
     // The gradient of the bias needs P without it.
-    if constexpr (!HAS_DBIAS) apply_softcap_slope<Options>(s, softcap_slope);
+    if constexpr (!HAS_DBIAS) apply_slope<Options>(s, slope);
 
     wgmma_wait<0>();
     pin(dp);
@@ -109,7 +110,7 @@ struct BwdConsumer {
     });
     if constexpr (HAS_DBIAS) {
       add_bias_gradient<Options>(dp, params.base, at);
-      apply_softcap_slope<Options>(dp, softcap_slope);
+      apply_slope<Options>(dp, slope);
     }
     wg_pack<T>(ds, dp);
     const uint32_t ds_stage = ds_address(place);

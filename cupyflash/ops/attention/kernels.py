@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
+from .captures import size_of
 from .kind import KEY_MASKS
 
 structs = header("attention/params.cuh")
@@ -22,14 +23,36 @@ def each_once(groups: Iterable[Iterable[KernelConfig]]) -> Iterator[KernelConfig
     yield from dict.fromkeys(itertools.chain.from_iterable(groups))
 
 
+@dataclasses.dataclass(frozen=True)
 class AttentionKernel(KernelConfig):
     """A kernel of which a block computes a tile: ``tile_rows`` rows of one head.
 
     Attributes:
         tiles_of: "q" if these are rows of queries, "k" if they are keys.
+        text: the `Text` of a score or a mask of the caller's own; None for kernels without scores.
     """
 
     tiles_of: ClassVar[str] = "q"
+
+    text: Any = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def header(self) -> str:
+        """The text as C++, with exact functions where the scores are in float32."""
+        if self.text is None:
+            return ""
+        exact = str(getattr(self, "dtype", "float32") == "float32").lower()
+        pass_ = "bwd" if "_bwd_" in self.name else "fwd"
+        return f"#define TEXT_IS_EXACT {exact}\n{self.text.header(pass_)}"
+
+    @property
+    def argument_size(self) -> int:
+        return super().argument_size + self.captures_size
+
+    @property
+    def captures_size(self) -> int:
+        """Bytes of the captures of the text, in front of the struct that has the other pointers."""
+        return 0 if self.text is None else size_of(self.text)
 
     @property
     def takes_key_mask(self) -> bool:

@@ -1,7 +1,7 @@
 """What decides which kernels compute a problem: a `Kind`, and how its tensors can be read."""
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...runtime.gpu import Capability
 from ...runtime.structs import header
@@ -49,6 +49,7 @@ class Features(NamedTuple):
             compute the backward.
         head_dim_v: columns of v and out if these have fewer than q and k, which need no padding;
             else 0.
+        text: the `Text` of a score or a mask of the caller's own, or None.
     """
 
     softcap: bool = False
@@ -66,6 +67,12 @@ class Features(NamedTuple):
     one_tile: bool = False
     one_pass: bool = False
     head_dim_v: int = 0
+    text: Any = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the scores have an option beside a bias, or a text."""
+        return bool(self.softcap or self.alibi or self.dropout or self.text)
 
     @property
     def with_bool_mask(self) -> "Features":

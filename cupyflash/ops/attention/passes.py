@@ -14,6 +14,7 @@ from ...runtime.gpu import Card
 from ...runtime.launch import Launch
 from ...runtime.structs import header
 from . import sharing
+from .captures import PackedCaptures
 from .kernels import FlashBwdPreprocess, FlashBwdSinks
 from .key_mask import KeyMaskLaunch
 from .problem import Problem
@@ -66,10 +67,35 @@ class BiasGradient(NamedTuple):
 
 
 class AttentionLaunch(Launch):
-    """The launch of one kernel of a pass, on a grid that follows from its configuration."""
+    """The launch of one kernel of a pass, on a grid that follows from its configuration.
+
+    Attributes:
+        captures_at: where the captures of a text stand in the argument, which is made without them.
+        captures_end: behind them; the same where the kernel takes none.
+    """
+
+    captures_at = captures_end = 0
 
     def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
         super().__init__(config, problem.device, config.grid(params.shape), params)
+        self.find_captures(config)
+
+    def find_captures(self, config: KernelConfig) -> None:
+        """Sets the place of the captures: before the pointers, so behind tensor maps."""
+        if config.captures_size:
+            base = getattr(config.params, "base", None)
+            self.captures_at = base.offset if base else 0
+            self.captures_end = self.captures_at + config.captures_size
+
+    def with_captures(self, argument: bytes, captures: bytes) -> bytes:
+        """The argument with the captures in their place, if the kernel takes any."""
+        if self.captures_end == 0:
+            return argument
+        return argument[: self.captures_at] + captures + argument[self.captures_at :]
+
+    def without_captures(self, argument: bytes) -> bytes:
+        """The argument for a kernel that takes the same one without captures."""
+        return argument[: self.captures_at] + argument[self.captures_end :]
 
 
 MakeLaunch = Callable[[KernelConfig, Problem, ctypes.Structure], AttentionLaunch]
@@ -86,6 +112,7 @@ class Pass:
             bias, and write all of it.
         stores_dbias: the main kernel stores the gradient of the bias, in the dtype of q, and leaves
             alone what belongs to no visible score; else it adds to one in float32.
+        captures: packs the captures of a call, for a text that has any.
     """
 
     launches: tuple[AttentionLaunch, ...]
@@ -93,6 +120,7 @@ class Pass:
     scratch: Scratch = Scratch(0, 0, 0, 0)
     bias_gradient: tuple[Launch, ...] = ()
     stores_dbias: bool = False
+    captures: PackedCaptures | None = None
 
 
 def forward_pass(
@@ -121,7 +149,8 @@ def forward_pass(
         features = problem.features
         whole = not (features.masked or features.alibi or problem.extras.lengths)
         key_mask = KeyMaskLaunch(problem, trim=whole)
-    return Pass((launch(config, problem, params),), key_mask)
+    launches = (launch(config, problem, params),)
+    return Pass(launches, key_mask, captures=_packed_captures(problem))
 
 
 class Sharing(NamedTuple):
@@ -188,6 +217,7 @@ def backward_pass(
         scratch,
         () if bias_gradient is None else bias_gradient.launches(params),
         stores_dbias,
+        _packed_captures(problem),
     )
 
 
@@ -222,6 +252,12 @@ def _backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> struc
         rows_k=rows_k(problem),
         shape=shape,
     )
+
+
+def _packed_captures(problem: Problem) -> PackedCaptures | None:
+    if problem.text is None or not problem.text.captures:
+        return None
+    return PackedCaptures(problem.text, problem.captures)
 
 
 def _strides_of(problem: Problem) -> dict[str, structs.Strides]:

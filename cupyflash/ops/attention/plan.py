@@ -18,7 +18,7 @@ from . import tuning
 from .backends import BACKENDS, Backend, choose
 from .kernels import Tile
 from .kind import Kind
-from .options import BIAS, KEY_MASK, Options, caller_name
+from .options import BIAS, KEY_MASK, NO_EXTRAS, Options, caller_name
 from .passes import Pass, Wanted
 from .problem import Problem, bias_strides, canonical_strides
 
@@ -47,6 +47,7 @@ class PassPlan(Plan):
             for launch in work.launches:
                 launch.start(stream, launch.argument(*arguments, stream=stream))
             return results
+        captures = work.captures(extras[len(NO_EXTRAS) :]) if work.captures else b""
         bias = extras[BIAS] if extras else 0
         if work.key_mask:
             record, bias = work.key_mask(library, stream, like, extras)
@@ -63,7 +64,7 @@ class PassPlan(Plan):
             argument = launch.argument(
                 *arguments, *to_all, stream=stream, workspace=place, bias=bias
             )
-            launch.start(stream, argument)
+            launch.start(stream, launch.with_captures(argument, captures))
         for launch in work.bias_gradient:
             launch.start(stream, launch.argument(*arguments, *of_options))
         del record, held  # the kernels that use this memory have been launched
@@ -74,8 +75,9 @@ class PassPlan(Plan):
 
         Returns:
             An array of the call; the results; the addresses that the kernels get before those of
-            the optional arrays, those of `Extras` or none, and in the backward those behind them,
-            of dbias and dsinks or 0; memory that lives until the launches.
+            the optional arrays, those of `Extras` and of the captures of a text, or none, and in
+            the backward those behind them, of dbias and dsinks or 0; memory that lives until the
+            launches.
         """
         raise NotImplementedError
 

@@ -6,6 +6,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from ...runtime.array import View
 from ...runtime.config import ITEM_SIZE
@@ -72,6 +73,8 @@ class Problem:
         aligned: the addresses of all tensors but out are multiples of 16.
         bias_aligned: that of the bias is.
         tf32: products may have the accuracy of TF32.
+        text: the `Text` of a score or a mask of the caller's own, or None.
+        captures: the views of its captures; what stands for a number is not read.
     """
 
     dtype: str
@@ -85,6 +88,8 @@ class Problem:
     aligned: bool = True
     bias_aligned: bool = False
     tf32: bool = False
+    text: Any = None
+    captures: tuple[View | None, ...] = ()
 
     @property
     def needs_padding(self) -> bool:
@@ -141,6 +146,7 @@ class Problem:
             one_tile=one_tile,
             head_dim_v=self._head_dim_v,
             one_pass=one_tile and shape.heads_q == shape.heads_kv and not extras.sinks,
+            text=self.text,
         )
 
     def kind(self, capability: Capability) -> Kind:
@@ -199,7 +205,7 @@ class Problem:
             and bias.shape[2:] == (shape.seqlen_q, shape.seqlen_k)
             and self.dtype in HALF
             and shape.head_dim <= 64
-            and not (self.has_own_lengths or features.softcap or features.alibi or features.dropout)
+            and not (self.has_own_lengths or features.changes_scores)
         )
 
     @property

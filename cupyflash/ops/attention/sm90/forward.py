@@ -100,7 +100,8 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
     if bias in BIAS_BY_TMA:
         stages = 2 if padded <= 64 else 1
         smem_bytes += stages * block_m * shared_columns(block_n) * 2
-    return FlashFwdSm90(dtype, padded, head_dim_v, *tile, *switches, False, smem_bytes)
+    sizes = (padded, head_dim_v, *tile)
+    return FlashFwdSm90(dtype, *sizes, *switches, False, smem_bytes, text=features.text)
 
 
 def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
@@ -161,8 +162,7 @@ def _built_in(kind: Kind) -> tuple[int, Tile]:
 
 def _is_plain(features: Features) -> bool:
     """Whether the scores have no option but perhaps a key mask, which takes few registers."""
-    softcap, alibi, bias, dropout = features.switches
-    return not (softcap or alibi or dropout) and bias in (0, KEY_MASK)
+    return not features.changes_scores and features.bias in (0, KEY_MASK)
 
 
 def _forward_tile(padded: int, features: Features) -> Tile:
@@ -174,10 +174,11 @@ def _forward_tile(padded: int, features: Features) -> Tile:
     fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
     if not _is_plain(features):
         several = features.dropout or (features.softcap and (features.alibi or bias))
+        several = several or features.text
         tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
     elif masked or fits:
         tile = FORWARD_TILES_LOW[padded]
-    if features.few_keys and not any(switches):
+    if features.few_keys and not any(switches) and not features.text:
         tile = FORWARD_TILES_FEW_KEYS.get(padded, tile)
     if bias in BIAS_BY_TMA:
         low = features.masked or features.fits_128

@@ -205,7 +205,7 @@ SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
 
 def narrow_head_dim(head_dim: int, features: Features) -> int | None:
     """The head dim of the kernels that take v as narrow as it is, or None."""
-    if any(features.switches):
+    if any(features.switches) or features.text:
         return None
     found = (size for size, v in NARROW_V if v == features.head_dim_v and v < head_dim <= size)
     return next(found, None)

@@ -1,0 +1,136 @@
+"""Scores and masks as texts in kernels that run on the CPU, against float64 (test_score_texts.py).
+
+``python tests/backends/emulated_scores.py FOLDER [backend]``; kernels are compiled into the folder.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import emulator
+import torch
+from score_texts import Case, cases
+
+from cupyflash import environment
+from cupyflash.ops.attention.checks import check
+from cupyflash.ops.attention.options import NO_EXTRAS, Options
+from cupyflash.ops.attention.plan import backward_plan, forward_plan
+from cupyflash.runtime.lookup import library_of
+from cupyflash.testing import Expected, Inputs, make_inputs
+from cupyflash.testing.tolerance import Result
+
+
+def run(case: Case, inputs: Inputs, deterministic: str = "", **options) -> dict:
+    """The results of both passes by name; `options` are `Options`, and arrays of `Extras`."""
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    library = library_of(q)
+    extras = {name: options.pop(name) for name in NO_EXTRAS._fields if name in options}
+    plain = Options(**options)
+    captures = list(case.arrays.values())
+    views = {name: library.view(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    pointers = [library.pointer(extras[x]) if x in extras else 0 for x in NO_EXTRAS._fields]
+    pointers += [library.pointer(x) if isinstance(x, torch.Tensor) else x for x in captures]
+
+    def problem_of(**tensors):
+        found = check(
+            "attention",
+            views | {name: library.view(x) for name, x in tensors.items()},
+            plain,
+            {name: library.view(x) for name, x in extras.items()},
+        )
+        of = tuple(library.view(x) if isinstance(x, torch.Tensor) else None for x in captures)
+        return dataclasses.replace(found, text=case.text, captures=of)
+
+    plan = forward_plan("attention", problem_of(), library, views["q"], plain)
+    out, lse = plan(q, [*map(library.pointer, (q, k, v)), *pointers], True)
+    problem = problem_of(dout=dout, out=out)
+    plan = backward_plan("attention", problem, library, views, plain, deterministic, False)
+    addresses = [library.pointer(x) for x in (dout, q, k, v, out, lse)]
+    dq, dk, dv, _, dsinks = plan(q, k, v, [*addresses, 0, *pointers])
+    results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return results | ({} if dsinks is None else {"dsinks": dsinks})
+
+
+def by_torch(case: Case, inputs: Inputs, dtype: torch.dtype, *, causal=False, sinks=None) -> dict:
+    """The same by torch's autograd, in this dtype; the softmax in float32 or better."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    batch, queries, heads, head_dim = q.shape
+    keys, group = k.shape[1], heads // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * head_dim**-0.5
+    place = torch.meshgrid(*map(torch.arange, (batch, heads, queries, keys)), indexing="ij")
+    if case.score:
+        floats = (torch.float32, torch.float16)
+        arrays = {
+            name: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in floats else x
+            for name, x in case.arrays.items()
+        }
+        scores = case.score(scores, *place, arrays)
+    seen = torch.ones(scores.shape, dtype=torch.bool)
+    if case.mask:
+        seen = case.mask(*place, case.arrays)
+    if causal:
+        seen = seen & (place[3] <= place[2] + keys - queries)
+    scores = torch.where(seen, scores, -float("inf")).to(wide)
+    learned = [q, k, v]
+    if sinks is None:
+        lse = torch.logsumexp(scores, -1)
+    else:
+        sinks = sinks.detach().to(wide, copy=True).requires_grad_()
+        learned.append(sinks)
+        column = sinks[None, :, None, None].expand(batch, heads, queries, 1)
+        lse = torch.logsumexp(torch.cat([scores, column], -1), -1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0, lse)[..., None]).to(dtype)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(group, 2))
+    gradients = torch.autograd.grad(out, learned, inputs.dout.to(dtype))
+    found = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv", "dsinks"), gradients))}
+    return {name: x.detach() for name, x in found.items()}
+
+
+def expected(case: Case, inputs: Inputs, **options) -> Expected:
+    """Float64, and the dtype of the inputs as the yardstick."""
+    exact = by_torch(case, inputs, torch.float64, **options)
+    yardstick = by_torch(case, inputs, inputs.q.dtype, **options)
+    size = inputs.q.shape[-1] ** 0.5 * max(inputs.q.shape[1], inputs.k.shape[1]) ** 0.5
+    dtypes = {"lse": "float32", "dsinks": "float32"}
+    results = {
+        name: Result(x, yardstick[name], dtypes.get(name, inputs.dtype), size)
+        for name, x in exact.items()
+    }
+    return Expected(results)
+
+
+def check_case(folder: Path, name: str, case: Case, inputs: Inputs, backend: str, **options):
+    with emulator.hopper(folder) as launched, environment.override(backend=backend or None):
+        results = run(case, inputs, **options)
+    options.pop("deterministic", "")
+    print(f"{name}, {inputs.dtype}, {tuple(inputs.q.shape)}, {options}: {', '.join(launched)}")
+    expected(case, inputs, **options).check(**results)
+
+
+def problems(backend: str):
+    """(inputs, options) that the texts take in turn."""
+    half = ("bfloat16", "float16")
+    dtypes = {"simt": ("float32", *half), "fp16x3": ("float32",)}.get(backend, half)
+    lengths = {"batch": 2, "seqlen_q": 150, "seqlen_k": 330}
+    for number, (head_dim, heads) in enumerate(((64, (2, 1)), (128, (2, 2)), (40, (3, 1)))):
+        shape = lengths | {"heads_q": heads[0], "heads_kv": heads[1], "head_dim": head_dim}
+        inputs = make_inputs("torch", dtypes[number % len(dtypes)], **shape)
+        yield inputs, {"causal": True} if number == 1 else {}
+    shape = {"batch": 1, "seqlen_q": 100, "seqlen_k": 100, "heads_q": 2, "head_dim": 256}
+    yield make_inputs("torch", dtypes[0], **shape), {"sinks": torch.tensor([0.7, -0.4])}
+
+
+def check_backend(folder: Path, backend: str) -> None:
+    """Every text at one problem, every problem with a text."""
+    of = list(problems(backend))
+    for number in range(len(cases(1, 1, 1))):
+        inputs, options = of[number % len(of)]
+        shape = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
+        name, case = list(cases(*shape).items())[number]
+        check_case(folder, name, case, inputs, backend, **options)
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    check_backend(Path(sys.argv[1]), *(sys.argv[2:] or [""]))
