@@ -12,6 +12,7 @@ import functools
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Card
 from .. import sharing
+from ..fitting import fitting_tile
 from ..kernels import FlashBwdCombine, FlashBwdPreprocess, Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
@@ -114,6 +115,9 @@ def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
+    if kind.features.text and tile is None:
+        mains = backward_candidates(kind)
+        tile = fitting_tile(mains, mains.__getitem__, kind.capability)
     preprocess, main, postprocess, combine = backward_kernels(kind, tile)
     if wanted.bias is not None and problem.bias_gradient_is_ds:
         main = storing_dbias(main)

@@ -6,6 +6,7 @@ import functools
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Card
 from .. import few_tiles
+from ..fitting import fitting_tile
 from ..kernels import Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, forward_pass
@@ -60,6 +61,8 @@ FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # But not one that TMA loads, whose tiles have a place in shared memory: the low ones serve. Pair
 # biases of small heads are faster on 192 queries, unless these have more padding or a mask.
 FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
+# The rows of keys of the last tile that is tried for a text, which may need many registers.
+TEXT_KEYS = 64
 # One key tile for as few keys as the tokens of a text (77).
 FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
 # The others that `python -m cupyflash tune` tries.
@@ -112,6 +115,9 @@ def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launch of the forward pass; where tiles are few, blocks may share the keys of each."""
+    if kind.features.text and tile is None:
+        kernel_of = functools.partial(forward_kernel, kind)
+        tile = fitting_tile(text_tiles(kind), kernel_of, kind.capability)
     mains = [forward_kernel(kind, x) for x in ([tile] if tile else _built_in_tiles(kind))]
     main, splits = few_tiles.choose(mains, problem, card)
     launch = functools.partial(PersistentLaunch, card=card)
@@ -147,6 +153,14 @@ def _built_in_tiles(kind: Kind) -> tuple[Tile, ...]:
         return (tile,)
     smaller = (rows for rows in FEW_TILES_ROWS if rows < block_m)
     return (tile, *((rows, *rest) for rows in smaller))
+
+
+def text_tiles(kind: Kind) -> tuple[Tile, ...]:
+    """The tiles that a kernel with a text may have: the built-in one, then smaller ones."""
+    padded, built_in = _built_in(kind)
+    block_m, _, *stages = FORWARD_TILES_BIAS[padded]
+    tiles = (built_in, FORWARD_TILES_BIAS[padded], (block_m, TEXT_KEYS, *stages))
+    return tuple(dict.fromkeys(tiles))
 
 
 def _built_in(kind: Kind) -> tuple[int, Tile]:

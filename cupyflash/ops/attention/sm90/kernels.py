@@ -212,8 +212,9 @@ def narrow_head_dim(head_dim: int, features: Features) -> int | None:
 
 
 def bias_kind(features: Features) -> int:
-    """The kind of bias of kernels that have TMA load it where it can."""
-    return BIAS_BY_TMA[features.bias >= KEY_MASK] if features.bias_by_tma else features.bias
+    """The kind of bias of kernels that have TMA load it where it can, not beside a text."""
+    by_tma = features.bias_by_tma and not features.text
+    return BIAS_BY_TMA[features.bias >= KEY_MASK] if by_tma else features.bias
 
 
 def shared_columns(width: int) -> int:
