@@ -4,12 +4,12 @@
 // here.
 //
 //   score  a function of the score, scale * S, of the sequence, the query head and the positions of
-//          query and key within the sequence. N is float, or in the backward Dual (dual.cuh), which
+//          query and key within the sequence. N is float, or in the backward Dual (text/dual.cuh), which
 //          carries the derivative. A score of -INF masks.
 //   mask   whether the query sees the key
 #pragma once
-#include "captures.cuh"
-#include "dual.cuh"
+#include "text/captures.cuh"
+#include "text/dual.cuh"
 
 #ifdef USER_SCORE
 struct Captures;

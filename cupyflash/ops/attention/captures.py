@@ -1,8 +1,8 @@
 """The captures of a text of the caller's own, as the kernels get them: in front of the arguments.
 
-`Captures` of the generated header and this module lay them out alike (``cuda_src/attention/
-captures.cuh``): an array is its address and its strides in elements, a number has 8 bytes, and the
-whole is filled up to a multiple of 64 bytes, so that tensor maps behind it stay aligned.
+`Captures` of the generated header and this module lay them out alike: an array is its address and
+its strides in elements, a number has 8 bytes, and the whole is filled up to a multiple of 64 bytes,
+so that tensor maps behind it stay aligned. ``cuda_src/attention/text/captures.cuh`` has the types.
 """
 
 import struct

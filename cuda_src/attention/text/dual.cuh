@@ -4,7 +4,7 @@
 // Where a text adds or multiplies by what does not depend on the score, the derivative of a Dual is
 // a constant that the compiler sees, and costs nothing.
 #pragma once
-#include "../ptx/math.cuh"
+#include "../../ptx/math.cuh"
 
 // Whether the functions are those of libm, which float32 needs. Otherwise they are single
 // instructions around ex2 and rcp, whose errors are far below those of 16 bits.

@@ -2,7 +2,7 @@
 // arguments of the kernel, in front of the others, so that their addresses and strides take no
 // registers. Nobody writes them during the launch. The host lays them out in captures.py.
 #pragma once
-#include "../common/convert.cuh"
+#include "../../common/convert.cuh"
 
 // An element as the text sees it: floats are float, small integers int.
 __device__ __forceinline__ float captured(float x) { return x; }
