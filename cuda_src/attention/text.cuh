@@ -4,8 +4,8 @@
 // here.
 //
 //   score  a function of the score, scale * S, of the sequence, the query head and the positions of
-//          query and key within the sequence. N is float, or in the backward Dual (text/dual.cuh), which
-//          carries the derivative. A score of -INF masks.
+//          query and key within the sequence. N is float, or in the backward Dual (text/dual.cuh),
+//          which carries the derivative. A score of -INF masks.
 //   mask   whether the query sees the key
 #pragma once
 #include "text/captures.cuh"
@@ -21,8 +21,13 @@ struct Captures {};  // a base class of no bytes
 constexpr bool HAS_USER_SCORE = USER_SCORE;
 constexpr bool HAS_USER_MASK = USER_MASK;
 
+// What no text defines is declared for the branches that are not compiled then.
 namespace text {
+#if !USER_SCORE
 template <class N>
 __device__ N user_score(N score, int batch, int head, int query, int key, const Captures& captures);
+#endif
+#if !USER_MASK
 __device__ bool user_mask(int batch, int head, int query, int key, const Captures& captures);
+#endif
 }  // namespace text

@@ -1,6 +1,6 @@
 """Scores and masks as texts in kernels that run on the CPU, against float64 (test_score_texts.py).
 
-``python tests/backends/emulated_scores.py FOLDER [backend]``; kernels are compiled into the folder.
+``python tests/backends/emulated_scores.py FOLDER BACKEND``; kernels are compiled into the folder.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from cupyflash.ops.attention.checks import check
 from cupyflash.ops.attention.options import NO_EXTRAS, Options
 from cupyflash.ops.attention.plan import backward_plan, forward_plan
 from cupyflash.runtime.lookup import library_of
-from cupyflash.testing import Expected, Inputs, make_inputs
-from cupyflash.testing.tolerance import Result
+from cupyflash.testing import Expected, Inputs, Result, make_inputs, make_varlen_inputs
+from cupyflash.testing import expected as reference
 
 
-def run(case: Case, inputs: Inputs, deterministic: str = "", **options) -> dict:
+def run(case: Case, inputs: Inputs, *, deterministic: str = "", **options) -> dict:
     """The results of both passes by name; `options` are `Options`, and arrays of `Extras`."""
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     library = library_of(q)
@@ -101,9 +101,8 @@ def expected(case: Case, inputs: Inputs, **options) -> Expected:
 
 
 def check_case(folder: Path, name: str, case: Case, inputs: Inputs, backend: str, **options):
-    with emulator.hopper(folder) as launched, environment.override(backend=backend or None):
+    with emulator.hopper(folder) as launched, environment.override(backend=backend):
         results = run(case, inputs, **options)
-    options.pop("deterministic", "")
     print(f"{name}, {inputs.dtype}, {tuple(inputs.q.shape)}, {options}: {', '.join(launched)}")
     expected(case, inputs, **options).check(**results)
 
@@ -121,16 +120,51 @@ def problems(backend: str):
     yield make_inputs("torch", dtypes[0], **shape), {"sinks": torch.tensor([0.7, -0.4])}
 
 
-def check_backend(folder: Path, backend: str) -> None:
+def check_texts(folder: Path, backend: str) -> None:
     """Every text at one problem, every problem with a text."""
     of = list(problems(backend))
     for number in range(len(cases(1, 1, 1))):
         inputs, options = of[number % len(of)]
+        if inputs.q.shape[-1] == 256 and backend == "fp16x3":  # too wide for its options
+            continue
         shape = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
         name, case = list(cases(*shape).items())[number]
         check_case(folder, name, case, inputs, backend, **options)
 
 
+def check_beside_options(folder: Path, backend: str) -> None:
+    """Texts that stand for an option, beside others: the same results as the option."""
+    dtype = "float32" if backend == "fp16x3" else "bfloat16"
+    text = cases(2, 200, 300)
+
+    def check(name, inputs, options, given, right, kernel=""):
+        with emulator.hopper(folder) as launched, environment.override(backend=backend):
+            results = run(text[name], inputs, **options, **given)
+        print(f"{name}, {inputs.dtype}, {[*options, *given]}: {', '.join(launched)}")
+        assert kernel in launched or not kernel
+        seed = {"dropout_seed": 5} if "dropout_p" in options else {}
+        options.pop("deterministic", "")
+        inputs_only = {x: y for x, y in options.items() if x not in ("layout", "max_seqlens")}
+        reference(inputs, **inputs_only, **right, **seed).check(**results)
+
+    inputs = make_inputs("torch", dtype, batch=1, seqlen_q=150, seqlen_k=300, heads_q=2)
+    bias = torch.randn((1, 2, 150, 300), generator=torch.Generator().manual_seed(3)).to(inputs.q)
+    options = {"window": (200, 40), "dropout_p": 0.2}
+    seed = torch.tensor([5])
+    right = {"softcap": 5.0}
+    check("softcap", inputs, options, {"dropout_seed": seed}, right)
+    check("softcap", inputs, {"deterministic": "error"}, {"bias": bias}, right | {"bias": bias})
+    packed = make_varlen_inputs("torch", dtype, [130, 1, 70], heads_q=2, head_dim=64)
+    lengths = {"layout": "thd", "max_seqlens": (130, 130)}
+    ends = {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
+    slopes = {"alibi_slopes": text["alibi"].arrays["slopes"]}
+    check("alibi", packed, {"causal": True} | lengths, ends, slopes)
+    if backend == "sm90":  # so few queries that blocks share their keys
+        inputs = make_inputs("torch", dtype, batch=1, seqlen_q=60, seqlen_k=1200, heads_q=1)
+        check("softcap", inputs, {}, {}, right, kernel="flash_fwd_combine_sm90")
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
-    check_backend(Path(sys.argv[1]), *(sys.argv[2:] or [""]))
+    check_texts(Path(sys.argv[1]), sys.argv[2])
+    check_beside_options(Path(sys.argv[1]), sys.argv[2])
