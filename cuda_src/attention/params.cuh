@@ -48,8 +48,9 @@ struct AttentionShape {
   float dropout_scale;    // factor of the weights that stay: 1 / (1 - dropout_threshold / 2^16)
 };
 
-// Both structs begin with the captures of a text, if the kernel has one (text.cuh).
-struct FlashFwdParams : Captures {
+// Both structs begin with what a text needs, if the kernel has one (text.cuh): the bits of the
+// tiles of its mask, and its captures.
+struct FlashFwdParams : MaskTiles, Captures {
   const void* q;  // [batch, seqlen_q, heads_q, head_dim]
   const void* k;  // [batch, seqlen_k, heads_kv, head_dim]
   const void* v;  // [batch, seqlen_k, heads_kv, head_dim]
@@ -74,7 +75,7 @@ struct FlashFwdParams : Captures {
   AttentionShape shape;
 };
 
-struct FlashBwdParams : Captures {
+struct FlashBwdParams : MaskTiles, Captures {
   const void* dout;  // like out
   const void* q;
   const void* k;

@@ -88,7 +88,7 @@ struct Score {
 
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
   // in shared memory, and where rows are queries the key mask beside it. `masked`: some columns of
-  // the tile may be past the end.
+  // the tile may be past the end, or hidden by the mask of a text.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                         AddBiasTile add_bias_tile = {},
@@ -167,6 +167,7 @@ struct Score {
         bias.add_to_transposed(s, at.row, at.col, to_units(1.f));
       }
     }
+    if (HAS_MASK_TILES && !masked) return;  // the tile is full
     for_each_place<HAS_USER_MASK>(s, at, masked, [&](float& x, int, int, int query, int key) {
       if (!text::user_mask(at.batch, at.head, query, key, params)) x = -INF;
     });

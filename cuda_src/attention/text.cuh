@@ -10,6 +10,7 @@
 #pragma once
 #include "text/captures.cuh"
 #include "text/dual.cuh"
+#include "text/tile_bits.cuh"
 
 #ifdef USER_SCORE
 struct Captures;
@@ -17,6 +18,17 @@ struct Captures;
 #define USER_SCORE false
 #define USER_MASK false
 struct Captures {};  // a base class of no bytes
+#endif
+// Whether the kernel knows which tiles the mask leaves empty, or full. Then its arguments begin
+// with their bits.
+#ifdef USER_TILES
+constexpr bool HAS_MASK_TILES = true;
+using MaskTiles = MaskTileBits;
+using TilesOfMask = TileRow;
+#else
+constexpr bool HAS_MASK_TILES = false;
+using MaskTiles = NoMaskTileBits;
+using TilesOfMask = EveryTile;
 #endif
 constexpr bool HAS_USER_SCORE = USER_SCORE;
 constexpr bool HAS_USER_MASK = USER_MASK;

@@ -29,7 +29,7 @@ NUMBERS = {
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # A base class is not read: it has no bytes, or those that the host puts in front of the fields.
-_STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+)(?: : \w+)? \{(.*?)^\};", re.M | re.S)
+_STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+)(?: : [\w, ]+)? \{(.*?)^\};", re.M | re.S)
 _FUNCTION = re.compile(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}")  # with its body
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?")
 _ARGUMENT = re.compile(r"\(\s*const (?:__grid_constant__ )?(\w+) params\s*\)")

@@ -18,7 +18,7 @@ static_assert(ACCUM_ROW_ALIGN % TURN_ROWS == 0, "the rows of a turn belong to on
 
 // The record of a key tile and of the queries that see it, which the scheduler writes for all
 // roles. n_rows = 0 ends the work of the block.
-struct BwdTile {
+struct BwdTile : TilesOfMask {
   static constexpr bool WHOLE_HEADS = false;
   Sequence sequence;
   TileRange m_range;
@@ -63,7 +63,15 @@ struct BwdTile {
     // then.
     if (n_rows < block_n) m_range.inner_end = m_range.inner_begin;
     take_share_of_rows(params.shape, block_m);
+    locate_row(params, batch, n_block);
+    tighten(m_range);
   }
+
+  // Whether a query tile needs a mask.
+  __device__ bool needs_mask(int m) const { return !is_full(m) || m_range.needs_mask(m); }
+
+  // The query tile below this one that is visited next.
+  __device__ int m_below(int m) const { return last_up_to(m - 1); }
 
  private:
   // More shares than query heads are a multiple of them. Each then has one head, and a part of the
@@ -100,7 +108,7 @@ struct BwdWalkingTile : BwdTile {
 
   __device__ int first_m() const { return WALKS_UP ? m_range.begin : m_range.end - 1; }
   __device__ bool is_m(int m) const { return WALKS_UP ? m < m_range.end : m >= m_range.begin; }
-  __device__ int next_m(int m) const { return WALKS_UP ? m + 1 : m - 1; }
+  __device__ int next_m(int m) const { return WALKS_UP ? m + 1 : m_below(m); }
 };
 
 // The order of BwdWalkingTile under a causal mask and where blocks add in turns. Otherwise a block
@@ -120,7 +128,8 @@ struct BwdRoundTile : BwdTile {
     m_first = WALKS_UP ? m_range.begin : m_range.end - 1;
     m_last = WALKS_UP ? m_range.end - 1 : m_range.begin;
     m_step = WALKS_UP ? 1 : -1;
-    if (WALKS_UP || params.dq_semaphore || sequence.window_right < sequence.seqlen_k) return;
+    if (HAS_MASK_TILES || WALKS_UP || params.dq_semaphore) return;
+    if (sequence.window_right < sequence.seqlen_k) return;
     m_first = max(m_range.begin, min((n_begin - sequence.diagonal) / block_m, m_first));
     m_last = m_first > m_range.begin ? m_first - 1 : m_range.end - 1;
     m_step = 1;
@@ -132,6 +141,7 @@ struct BwdRoundTile : BwdTile {
 
   // The tile after one that is not the last.
   __device__ int m_after(int m) const {
+    if constexpr (HAS_MASK_TILES) return m_below(m);
     m += m_step;
     return m == m_range.end ? m_range.begin : m;
   }

@@ -87,7 +87,7 @@ struct BwdConsumer {
     const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
                                        &dropout_seed, key,        query};
     float slope[BLOCK_M / 8][4];
-    const auto add_bias = [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
+    const auto add_bias = [&](Scores& s, float bias_scale) {
       bias_barriers[group].wait_full(bias_ring);
       add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
                                                         key_row % 64, bias_scale);
@@ -122,8 +122,7 @@ struct BwdConsumer {
     }
   }
 
-  // Computes dV += P^T dO and dQ = dS K, which goes to the reducer, and issues dK += dS^T Q, which
-  // is still in flight on return.
+  // Computes dV += P^T dO and dQ = dS K, which goes to the reducer, and issues dK += dS^T Q.
   __device__ __forceinline__ void issue_gradients(Gradient& acc_dk, Gradient& acc_dv, Operand& p,
                                                   Operand& ds, const BlockTile& tile, int head,
                                                   int m_begin, const Ring<L::STAGES>& at) {
@@ -166,11 +165,14 @@ struct BwdConsumer {
 
   // ---- loops over query tiles ----
 
-  // Walks over the query tiles of a head, one after the other. The tiles on either edge of a window
-  // need the mask.
+  // Walks over the query tiles of a head. Those on either edge of a window need the mask.
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                         int head) {
-    if constexpr (L::WALKS_UP) {
+    if constexpr (HAS_MASK_TILES) {
+#pragma unroll 1
+      for (int m = uniform(tile.first_m()); tile.is_m(m); m = uniform(tile.next_m(m)))
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.needs_mask(m)));
+    } else if constexpr (L::WALKS_UP) {
 #pragma unroll 1
       for (int m = uniform(tile.m_range.begin); m < uniform(tile.m_range.end); ++m)
         step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.m_range.needs_mask(m)));
@@ -213,8 +215,7 @@ struct BwdConsumer {
       store_bias_gradient<T, L>(params.base, smem, group, tile, head, m_begin, stage);
   }
 
-  // Walks over the query tiles of a head, and issues S of the next tile before it waits for dK of
-  // this one.
+  // Does the same, and issues S of the next tile before it waits for dK of this one.
   __device__ __forceinline__ void overlapped_steps(Gradient& acc_dk, Gradient& acc_dv,
                                                    const BlockTile& tile, int head) {
     constexpr int EARLIER = L::WALKS_UP ? -L::BLOCK_M : L::BLOCK_M;

@@ -13,7 +13,7 @@
 
 // The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
 // the block.
-struct FwdTile {
+struct FwdTile : TilesOfMask {
   alignas(16) TileRange n_range;  // read as one vector
   Sequence sequence;
   int m_begin;
@@ -41,6 +41,15 @@ struct FwdTile {
     n_range.begin = first + count * split / num_splits;
     n_range.end = first + count * (split + 1) / num_splits;
   }
+
+  // Leaves out the key tiles in front and at the end that the mask of a text leaves empty.
+  __device__ void skip_empty(const FlashFwdParams& params, int block_m) {
+    locate_row(params, batch, m_begin / block_m);
+    tighten(n_range);
+  }
+
+  // The key tile that comes after this one.
+  __device__ int next_n(int n) const { return last_up_to(n - 1); }
 
   // The first row of the tile in lse.
   __device__ int64_t lse_row(const FlashFwdParams& params) const {
@@ -147,6 +156,7 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
     if (index < num_tiles) {
       tile.locate(params.base, order.at(index / params.num_splits), L::BLOCK_M, L::BLOCK_N);
       tile.take_split(index % params.num_splits, params.num_splits);
+      tile.skip_empty(params.base, L::BLOCK_M);
     }
     mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
     if (index >= num_tiles) return;
@@ -191,13 +201,15 @@ __device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
     };
     const int n_begin = tile.n_range.begin;
     int n = tile.n_range.end - 1;
-    const int n_almost = min(n, n_begin + LOOK_AHEAD);
+    const int n_almost = HAS_MASK_TILES ? n : min(n, n_begin + LOOK_AHEAD);
     load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n);
 #pragma unroll 1
-    for (; n > n_begin; --n) {
+    while (n > n_begin) {
+      const int next = tile.next_n(n);
       if (n == n_almost) mbarrier_arrive(almost_loaded);
-      load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n - 1);
+      load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, next);
       load(typename L::TileV(), v, smem + L::V_OFFSET, shared.v, v_ring, n);
+      n = next;
     }
     if (n == n_almost) mbarrier_arrive(almost_loaded);
     load(typename L::TileV(), v, smem + L::V_OFFSET, shared.v, v_ring, n);

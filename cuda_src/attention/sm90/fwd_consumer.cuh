@@ -257,7 +257,10 @@ struct FwdConsumer {
     inner_end = uniform(range.inner_end);
   }
 
-  __device__ __forceinline__ bool is_inner() const { return n < inner_end && n >= inner_begin; }
+  __device__ __forceinline__ bool is_inner() const {
+    if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
+    return n < inner_end && n >= inner_begin;
+  }
 
   // ---- results ----
 

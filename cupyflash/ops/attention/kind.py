@@ -1,6 +1,7 @@
 """What decides which kernels compute a problem: a `Kind`, and how its tensors can be read."""
 
 import enum
+import re
 from typing import Any, NamedTuple
 
 from ...runtime.gpu import Capability
@@ -68,6 +69,12 @@ class Features(NamedTuple):
     one_pass: bool = False
     head_dim_v: int = 0
     text: Any = None
+
+    @property
+    def mask_has_tiles(self) -> bool:
+        """Whether the same tiles of a text's mask are empty for all heads."""
+        mask = self.text.mask if self.text else ""
+        return bool(mask) and not re.search(r"\bhead\b", mask)
 
     @property
     def changes_scores(self) -> bool:

@@ -17,6 +17,8 @@ from . import sharing
 from .captures import PackedCaptures
 from .kernels import FlashBwdPreprocess, FlashBwdSinks
 from .key_mask import KeyMaskLaunch
+from .launching import AttentionLaunch as AttentionLaunch
+from .mask_tiles import MaskTilesLaunch
 from .problem import Problem
 
 structs = header("attention/params.cuh")
@@ -66,38 +68,6 @@ class BiasGradient(NamedTuple):
     launches: Callable[[ctypes.Structure], tuple[Launch, ...]]
 
 
-class AttentionLaunch(Launch):
-    """The launch of one kernel of a pass, on a grid that follows from its configuration.
-
-    Attributes:
-        captures_at: where the captures of a text stand in the argument, which is made without them.
-        captures_end: behind them; the same where the kernel takes none.
-    """
-
-    captures_at = captures_end = 0
-
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        super().__init__(config, problem.device, config.grid(params.shape), params)
-        self.find_captures(config)
-
-    def find_captures(self, config: KernelConfig) -> None:
-        """Sets the place of the captures: before the pointers, so behind tensor maps."""
-        if config.captures_size:
-            base = getattr(config.params, "base", None)
-            self.captures_at = base.offset if base else 0
-            self.captures_end = self.captures_at + config.captures_size
-
-    def with_captures(self, argument: bytes, captures: bytes) -> bytes:
-        """The argument with the captures in their place, if the kernel takes any."""
-        if self.captures_end == 0:
-            return argument
-        return argument[: self.captures_at] + captures + argument[self.captures_at :]
-
-    def without_captures(self, argument: bytes) -> bytes:
-        """The argument for a kernel that takes the same one without captures."""
-        return argument[: self.captures_at] + argument[self.captures_end :]
-
-
 MakeLaunch = Callable[[KernelConfig, Problem, ctypes.Structure], AttentionLaunch]
 
 
@@ -113,6 +83,7 @@ class Pass:
         stores_dbias: the main kernel stores the gradient of the bias, in the dtype of q, and leaves
             alone what belongs to no visible score; else it adds to one in float32.
         captures: packs the captures of a call, for a text that has any.
+        mask_tiles: the launch before all others where the main kernel skips tiles of the mask.
     """
 
     launches: tuple[AttentionLaunch, ...]
@@ -121,6 +92,7 @@ class Pass:
     bias_gradient: tuple[Launch, ...] = ()
     stores_dbias: bool = False
     captures: PackedCaptures | None = None
+    mask_tiles: MaskTilesLaunch | None = None
 
 
 def forward_pass(
@@ -150,7 +122,8 @@ def forward_pass(
         whole = not (features.masked or features.alibi or problem.extras.lengths)
         key_mask = KeyMaskLaunch(problem, trim=whole)
     launches = (launch(config, problem, params),)
-    return Pass(launches, key_mask, captures=_packed_captures(problem))
+    captures, tiles = _packed_captures(problem), _mask_tiles(problem, config)
+    return Pass(launches, key_mask, captures=captures, mask_tiles=tiles)
 
 
 class Sharing(NamedTuple):
@@ -218,6 +191,7 @@ def backward_pass(
         () if bias_gradient is None else bias_gradient.launches(params),
         stores_dbias,
         _packed_captures(problem),
+        _mask_tiles(problem, main),
     )
 
 
@@ -258,6 +232,11 @@ def _packed_captures(problem: Problem) -> PackedCaptures | None:
     if problem.text is None or not problem.text.captures:
         return None
     return PackedCaptures(problem.text, problem.captures)
+
+
+def _mask_tiles(problem: Problem, main: KernelConfig) -> MaskTilesLaunch | None:
+    wanted = main.tiles and 0 not in (problem.shape.seqlen_q, problem.shape.seqlen_k)
+    return MaskTilesLaunch(problem, main) if wanted else None
 
 
 def _strides_of(problem: Problem) -> dict[str, structs.Strides]:

@@ -33,7 +33,7 @@ class PassPlan(Plan):
         super().__init__(problem.device)
         self.library, self.work = library, work
         own = any(launch.workspace_size for launch in work.launches)
-        self.is_plain = not (own or work.key_mask or work.bias_gradient)
+        self.is_plain = not (own or work.key_mask or work.bias_gradient or work.mask_tiles)
 
     def run(self, *call: Any) -> tuple[Array | None, ...]:
         """Allocates the results of a call, launches the kernels, and returns the results."""
@@ -48,6 +48,10 @@ class PassPlan(Plan):
                 launch.start(stream, launch.argument(*arguments, stream=stream))
             return results
         captures = work.captures(extras[len(NO_EXTRAS) :]) if work.captures else b""
+        tiles = None
+        if work.mask_tiles:
+            tiles, bits = work.mask_tiles(library, stream, like, extras, captures)
+            captures = bits + captures
         bias = extras[BIAS] if extras else 0
         if work.key_mask:
             record, bias = work.key_mask(library, stream, like, extras)
@@ -67,7 +71,7 @@ class PassPlan(Plan):
             launch.start(stream, launch.with_captures(argument, captures))
         for launch in work.bias_gradient:
             launch.start(stream, launch.argument(*arguments, *of_options))
-        del record, held  # the kernels that use this memory have been launched
+        del record, tiles, held  # the kernels that use this memory have been launched
         return results
 
     def prepared(self, *call: Any) -> Prepared:

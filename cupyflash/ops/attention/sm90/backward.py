@@ -78,7 +78,7 @@ def backward_kernels(kind: Kind, tile: Tile | None = None) -> tuple[KernelConfig
         main = _main_wide(dtype, padded, head_dim_v, tile, features.switches)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
-        dataclasses.replace(main, text=features.text),
+        dataclasses.replace(main, text=features.text, tiles=features.mask_has_tiles),
         FlashBwdPostprocessSm90(dtype, padded),
         FlashBwdCombine(dtype, padded),
     )
@@ -121,6 +121,8 @@ def backward(
     preprocess, main, postprocess, combine = backward_kernels(kind, tile)
     if wanted.bias is not None and problem.bias_gradient_is_ds:
         main = storing_dbias(main)
+    if wanted.in_order:  # whose turn it is follows from the tiles of every row
+        main = dataclasses.replace(main, tiles=False)
     shares = group_shares(main, problem, card, wanted.in_order)
     accum_rows, in_turns = None, wanted.in_order
     if takes_heads(main, problem, card, shares):  # each block adds up dq alone, in order of keys
