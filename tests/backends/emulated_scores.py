@@ -13,6 +13,7 @@ from score_texts import Case, cases
 
 from cupyflash import environment
 from cupyflash.ops.attention.checks import check
+from cupyflash.ops.attention.mask_tiles import FoundTiles
 from cupyflash.ops.attention.options import NO_EXTRAS, Options
 from cupyflash.ops.attention.plan import backward_plan, forward_plan
 from cupyflash.runtime.lookup import library_of
@@ -20,8 +21,12 @@ from cupyflash.testing import Expected, Inputs, Result, make_inputs, make_varlen
 from cupyflash.testing import expected as reference
 
 
-def run(case: Case, inputs: Inputs, *, deterministic: str = "", **options) -> dict:
-    """The results of both passes by name; `options` are `Options`, and arrays of `Extras`."""
+def run(case: Case, inputs: Inputs, *, deterministic: str = "", found=None, **options) -> dict:
+    """The results of both passes by name; `options` are `Options`, and arrays of `Extras`.
+
+    Args:
+        found: `FoundTiles` of the mask.
+    """
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     library = library_of(q)
     extras = {name: options.pop(name) for name in NO_EXTRAS._fields if name in options}
@@ -30,6 +35,7 @@ def run(case: Case, inputs: Inputs, *, deterministic: str = "", **options) -> di
     views = {name: library.view(x) for name, x in (("q", q), ("k", k), ("v", v))}
     pointers = [library.pointer(extras[x]) if x in extras else 0 for x in NO_EXTRAS._fields]
     pointers += [library.pointer(x) if isinstance(x, torch.Tensor) else x for x in captures]
+    pointers += [] if found is None else [found]
 
     def problem_of(**tensors):
         found = check(
@@ -164,7 +170,35 @@ def check_beside_options(folder: Path, backend: str) -> None:
         check("softcap", inputs, {}, {}, right, kernel="flash_fwd_combine_sm90")
 
 
+def check_tiles(folder: Path) -> None:
+    """Tiles that the mask hides are not read, and their bits are found once."""
+    inputs = make_inputs("torch", "float16", batch=2, seqlen_q=300, seqlen_k=700, heads_q=2)
+    for name in ("documents", "causal"):
+        case, found = cases(2, 300, 700)[name], FoundTiles()
+        seen = case.mask(
+            *torch.meshgrid(*map(torch.arange, (1, 1, 300, 700)), indexing="ij"), case.arrays
+        )
+        last = int(seen.any(2).nonzero()[-1, -1])
+        right = expected(case, inputs)
+        inputs.k[:, last // 128 * 128 + 128 :] = inputs.v[:, last // 128 * 128 + 128 :] = torch.nan
+        for tiles in (["mask_tiles"], []):
+            with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+                results = run(case, inputs, found=found)
+            print(f"tiles of {name}: {', '.join(launched)}")
+            assert launched[: len(tiles) + 1] == [*tiles, "flash_fwd_sm90"]
+            assert launched.count("mask_tiles") == 2 * len(tiles)
+            right.check(**results)
+        inputs.k.nan_to_num_(), inputs.v.nan_to_num_()
+    # Without the tiles, where blocks add in turns.
+    with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+        results = run(case, inputs, deterministic="error")
+    assert launched.count("mask_tiles") == 1
+    expected(case, inputs).check(**results)
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_texts(Path(sys.argv[1]), sys.argv[2])
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[2] == "sm90":
+        check_tiles(Path(sys.argv[1]))

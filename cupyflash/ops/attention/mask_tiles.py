@@ -40,6 +40,16 @@ class MaskTilesKernel(AttentionKernel):
     num_warps: int = 8
 
 
+class FoundTiles:
+    """The bits of the tiles of one mask, for all calls with the same captures and lengths.
+
+    A call finds those that are missing. It gets this behind the captures of its mask.
+    """
+
+    def __init__(self) -> None:
+        self.of_kernel: dict[tuple, tuple[Array, bytes]] = {}
+
+
 class MaskTilesLaunch:
     """Finds the bits of the mask of one problem, for the tiles of a kernel."""
 
@@ -50,6 +60,7 @@ class MaskTilesLaunch:
         rows, columns = reversed(tiles) if by_keys else tiles
         words = -(-columns // 32)
         self.size = shape.batch * rows * 2 * words
+        self.key = (config, problem.device, shape.batch, shape.seqlen_q, shape.seqlen_k)
         self.rest = (rows * 2 * words, words)
         params = structs.MaskTilesParams(shape=shape, rows=rows, words=words)
         self.launch = AttentionLaunch.on_grid(
@@ -57,17 +68,28 @@ class MaskTilesLaunch:
         )
 
     def __call__(
-        self, library: Any, stream: Any, like: Array, extras: list[int], captures: bytes
+        self,
+        library: Any,
+        stream: Any,
+        like: Array,
+        extras: list[int],
+        captures: bytes,
+        found: FoundTiles | None,
     ) -> tuple[Array, bytes]:
-        """Writes the bits.
+        """Writes the bits, unless they are ``found``.
 
         Returns:
             Their memory, which the caller holds until the last launch that reads it, and what the
             kernels get in front of the captures.
         """
+        if found is not None and self.key in found.of_kernel:
+            return found.of_kernel[self.key]
         memory = library.empty_float32((self.size,), like)
         bits = library.pointer(memory)
         lengths = [extras[x] for x in LENGTHS] if extras else NO_LENGTHS
         argument = self.launch.argument(bits, *lengths)
         self.launch.start(stream, self.launch.with_captures(argument, captures))
-        return memory, pack_bits(bits, *self.rest)
+        result = memory, pack_bits(bits, *self.rest)
+        if found is not None:
+            found.of_kernel[self.key] = result
+        return result

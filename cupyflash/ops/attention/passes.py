@@ -7,8 +7,9 @@ may need: that of the gradient of the sinks, after the one that prepares each qu
 import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ...runtime.array import Array
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import Card
 from ...runtime.launch import Launch
@@ -18,7 +19,8 @@ from .captures import PackedCaptures
 from .kernels import FlashBwdPreprocess, FlashBwdSinks
 from .key_mask import KeyMaskLaunch
 from .launching import AttentionLaunch as AttentionLaunch
-from .mask_tiles import MaskTilesLaunch
+from .mask_tiles import FoundTiles, MaskTilesLaunch
+from .options import NO_EXTRAS
 from .problem import Problem
 
 structs = header("attention/params.cuh")
@@ -93,6 +95,24 @@ class Pass:
     stores_dbias: bool = False
     captures: PackedCaptures | None = None
     mask_tiles: MaskTilesLaunch | None = None
+
+    def of_text(
+        self, library: Any, stream: Any, like: Array, extras: list[Any]
+    ) -> tuple[bytes, Array | None]:
+        """What the kernels with a text get in front of their pointers, and the memory behind it.
+
+        Args:
+            extras: the addresses of `Extras`, the captures of the text, and perhaps `FoundTiles`.
+        """
+        if self.captures is None and self.mask_tiles is None:
+            return b"", None
+        values = extras[len(NO_EXTRAS) :]
+        found = values.pop() if values and isinstance(values[-1], FoundTiles) else None
+        captures = self.captures(values) if self.captures else b""
+        if self.mask_tiles is None:
+            return captures, None
+        tiles, bits = self.mask_tiles(library, stream, like, extras, captures, found)
+        return bits + captures, tiles
 
 
 def forward_pass(

@@ -18,7 +18,7 @@ from . import tuning
 from .backends import BACKENDS, Backend, choose
 from .kernels import Tile
 from .kind import Kind
-from .options import BIAS, KEY_MASK, NO_EXTRAS, Options, caller_name
+from .options import BIAS, KEY_MASK, Options, caller_name
 from .passes import Pass, Wanted
 from .problem import Problem, bias_strides, canonical_strides
 
@@ -47,11 +47,7 @@ class PassPlan(Plan):
             for launch in work.launches:
                 launch.start(stream, launch.argument(*arguments, stream=stream))
             return results
-        captures = work.captures(extras[len(NO_EXTRAS) :]) if work.captures else b""
-        tiles = None
-        if work.mask_tiles:
-            tiles, bits = work.mask_tiles(library, stream, like, extras, captures)
-            captures = bits + captures
+        captures, tiles = work.of_text(library, stream, like, extras)
         bias = extras[BIAS] if extras else 0
         if work.key_mask:
             record, bias = work.key_mask(library, stream, like, extras)
