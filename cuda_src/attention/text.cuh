@@ -24,11 +24,9 @@ struct Captures {};  // a base class of no bytes
 #ifdef USER_TILES
 constexpr bool HAS_MASK_TILES = true;
 using MaskTiles = MaskTileBits;
-using TilesOfMask = TileRow;
 #else
 constexpr bool HAS_MASK_TILES = false;
-using MaskTiles = NoMaskTileBits;
-using TilesOfMask = EveryTile;
+struct MaskTiles {};
 #endif
 constexpr bool HAS_USER_SCORE = USER_SCORE;
 constexpr bool HAS_USER_MASK = USER_MASK;

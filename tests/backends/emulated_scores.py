@@ -52,8 +52,10 @@ def run(case: Case, inputs: Inputs, *, deterministic: str = "", found=None, **op
     problem = problem_of(dout=dout, out=out)
     plan = backward_plan("attention", problem, library, views, plain, deterministic, False)
     addresses = [library.pointer(x) for x in (dout, q, k, v, out, lse)]
-    dq, dk, dv, _, dsinks = plan(q, k, v, [*addresses, 0, *pointers])
+    dq, dk, dv, _, dsinks, *learned = plan(q, k, v, [*addresses, 0, *pointers])
     results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    named = zip(case.arrays, learned)
+    results |= {f"d{name}": x for name, x in named if x is not None}
     return results | ({} if dsinks is None else {"dsinks": dsinks})
 
 
@@ -65,12 +67,16 @@ def by_torch(case: Case, inputs: Inputs, dtype: torch.dtype, *, causal=False, si
     keys, group = k.shape[1], heads // k.shape[2]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * head_dim**-0.5
     place = torch.meshgrid(*map(torch.arange, (batch, heads, queries, keys)), indexing="ij")
+    captures = {}
     if case.score:
         floats = (torch.float32, torch.float16)
         arrays = {
-            name: x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in floats else x
+            name: x.to(dtype, copy=True) if isinstance(x, torch.Tensor) and x.dtype in floats else x
             for name, x in case.arrays.items()
         }
+        captures = {x.name: arrays[x.name] for x in case.text.captures if x.learns}
+        for x in captures.values():
+            x.requires_grad_()
         scores = case.score(scores, *place, arrays)
     seen = torch.ones(scores.shape, dtype=torch.bool)
     if case.mask:
@@ -88,8 +94,10 @@ def by_torch(case: Case, inputs: Inputs, dtype: torch.dtype, *, causal=False, si
         lse = torch.logsumexp(torch.cat([scores, column], -1), -1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0, lse)[..., None]).to(dtype)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(group, 2))
+    names = [*("dq", "dk", "dv", "dsinks")[: len(learned)], *(f"d{x}" for x in captures)]
+    learned += captures.values()
     gradients = torch.autograd.grad(out, learned, inputs.dout.to(dtype))
-    found = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv", "dsinks"), gradients))}
+    found = {"out": out, "lse": lse, **dict(zip(names, gradients))}
     return {name: x.detach() for name, x in found.items()}
 
 
@@ -98,11 +106,12 @@ def expected(case: Case, inputs: Inputs, **options) -> Expected:
     exact = by_torch(case, inputs, torch.float64, **options)
     yardstick = by_torch(case, inputs, inputs.q.dtype, **options)
     size = inputs.q.shape[-1] ** 0.5 * max(inputs.q.shape[1], inputs.k.shape[1]) ** 0.5
-    dtypes = {"lse": "float32", "dsinks": "float32"}
-    results = {
-        name: Result(x, yardstick[name], dtypes.get(name, inputs.dtype), size)
-        for name, x in exact.items()
-    }
+    dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), inputs.dtype)
+    results = {}
+    for name, x in exact.items():
+        rounded = None if name in ("lse", "dsinks") else inputs.dtype
+        dtype = dtypes.get(name, "float32")
+        results[name] = Result(x, yardstick[name], dtype, size, rounded)
     return Expected(results)
 
 
@@ -196,9 +205,24 @@ def check_tiles(folder: Path) -> None:
     expected(case, inputs).check(**results)
 
 
+def check_gradients_of_captures(folder: Path) -> None:
+    """Of a slope of heads, a table, gates of two reads, and a strided bias beside a mask."""
+    inputs = make_inputs("torch", "bfloat16", batch=2, seqlen_q=150, seqlen_k=230, heads_q=2)
+    shared = make_inputs(
+        "torch", "float16", batch=1, seqlen_q=90, seqlen_k=130, heads_q=4, heads_kv=2, head_dim=128
+    )
+    for number, name in enumerate(("alibi", "table", "gate", "both")):
+        of = (inputs, shared)[number % 2]
+        case = cases(of.q.shape[2], of.q.shape[1], of.k.shape[1])[name]
+        learning = tuple(x._replace(learns=x.rank > 0) for x in case.text.captures)
+        case = case._replace(text=case.text._replace(captures=learning))
+        check_case(folder, f"gradients of {name}", case, of, "sm90", causal=number == 1)
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_texts(Path(sys.argv[1]), sys.argv[2])
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
     if sys.argv[2] == "sm90":
         check_tiles(Path(sys.argv[1]))
+        check_gradients_of_captures(Path(sys.argv[1]))

@@ -15,6 +15,7 @@ class Capture(NamedTuple):
     name: str
     dtype: str
     rank: int
+    learns: bool = False
 
 
 class Text(NamedTuple):

@@ -17,6 +17,8 @@ from cupyflash.jit import compiler
 from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
 from cupyflash.ops.attention.kind import Features, Kind
+from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
+from cupyflash.ops.attention.sm80 import capture_gradients
 from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
 
 needs_torch = pytest.mark.skipif(not has("torch"), reason="needs torch")
@@ -72,6 +74,25 @@ def test_registers(name, capability):
         jit.build(x, jit.arch_of(capability)) for x in main_kernels(ARCHITECTURES[capability], kind)
     ]
     assert len(found) == 2
+    assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
+
+
+@needs_nvrtc
+@needs_torch
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=jit.arch_of)
+def test_registers_of_other_kernels(capability):
+    """Those of the gradients of captures, and those that find the tiles of a mask."""
+    if capability[0] * 10 + capability[1] not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
+    dtype = "float16" if capability == (7, 5) else "bfloat16"
+    configs = [MaskTilesKernel(128, 128, True, text=text_of("documents"))]
+    for name, head_dim in (("alibi", 256), ("table", 128), ("gate", 64)):
+        text = text_of(name)
+        learning = tuple(x._replace(learns=True) for x in text.captures)
+        features = Features(text=text._replace(captures=learning))
+        configs.append(capture_gradients.kernel(Kind(dtype, head_dim, features, capability)))
+    assert None not in configs
+    found = [jit.build(x, jit.arch_of(capability)) for x in configs]
     assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
 
 

@@ -79,9 +79,14 @@ struct BwdWideConsumer {
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, at.head);
     const ScorePlace<Rows::QUERIES> place = {
         tile.sequence, tile.batch, at.head, alibi_slope, params.base.dropout_seed, query, key};
-    const bool masked = uniform(tile.needs_mask(at.m));
-    apply_score(s, slope, score, place, NoBiasTile(), masked);
-    if (masked) score.apply_mask(s, place);
+    if constexpr (HAS_MASK_TILES) {
+      const bool masked = uniform(tile.needs_mask(at.m));
+      apply_score(s, slope, score, place, NoBiasTile(), masked);
+      if (masked) score.apply_mask(s, place);
+    } else {
+      apply_score(s, slope, score, place);
+      if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
+    }
     const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
     recompute_weights(s, score, place, [&](int, int i) { return lse_log2[i / 2 * 8]; });
   }

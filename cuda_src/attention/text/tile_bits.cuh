@@ -19,7 +19,10 @@ struct TileRow {
   const uint32_t* some;
   int words;
 
-  __device__ void locate_row(const MaskTileBits& tiles, int batch, int row) {
+  // Params is the argument of the kernel, which begins with a MaskTileBits.
+  template <class Params>
+  __device__ void locate(const Params& params, int batch, int row) {
+    const MaskTileBits& tiles = reinterpret_cast<const MaskTileBits&>(params);
     words = tiles.words;
     some = tiles.bits + batch * tiles.batch_stride + int64_t(row) * 2 * words;
   }
@@ -54,14 +57,4 @@ struct TileRow {
     range.end = last_up_to(range.end - 1) + 1;
     range.begin = range.begin < range.end ? first_from(range.begin, range.end) : range.end;
   }
-};
-
-// Takes the place of TileRow in kernels that visit every tile, and of its bits. Both have no bytes.
-struct NoMaskTileBits {};
-struct EveryTile {
-  __device__ void locate_row(const NoMaskTileBits&, int, int) {}
-  __device__ int last_up_to(int tile) const { return tile; }
-  __device__ bool is_full(int) const { return true; }
-  template <class Range>
-  __device__ void tighten(Range&) const {}
 };

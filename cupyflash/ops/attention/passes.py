@@ -86,6 +86,7 @@ class Pass:
             alone what belongs to no visible score; else it adds to one in float32.
         captures: packs the captures of a call, for a text that has any.
         mask_tiles: the launch before all others where the main kernel skips tiles of the mask.
+        capture_gradients: the launch behind all others where captures learn.
     """
 
     launches: tuple[AttentionLaunch, ...]
@@ -95,6 +96,7 @@ class Pass:
     stores_dbias: bool = False
     captures: PackedCaptures | None = None
     mask_tiles: MaskTilesLaunch | None = None
+    capture_gradients: Any = None
 
     def of_text(
         self, library: Any, stream: Any, like: Array, extras: list[Any]
@@ -190,7 +192,7 @@ def backward_pass(
         partial = max(partial, bias_gradient.partial_floats)
     semaphores = 1 + problem.shape.heads_q * rows // 16 if shared.in_turns and accum_dim else 0
     scratch = Scratch(row_bytes, row_bytes, 4 * accum_dim * accum_rows, 4 * partial, semaphores)
-    params = _backward_params(problem, wanted, shared)
+    params = backward_params(problem, wanted, shared)
     main, configs = configs[:2][-1], list(configs)
     if problem.extras.sinks:
         configs.insert(1, FlashBwdSinks())
@@ -230,7 +232,7 @@ def unshared_backward_pass(
     return backward_pass(problem, wanted, configs, shared, accum_dim=accum_dim, launch=launch)
 
 
-def _backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> structs.FlashBwdParams:
+def backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> structs.FlashBwdParams:
     shape = structs.AttentionShape.from_buffer_copy(problem.shape)
     shape.group_shares = shared.shares
     shape.heads_per_section = shared.heads_per_section
