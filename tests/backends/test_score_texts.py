@@ -86,7 +86,7 @@ def test_registers_of_other_kernels(capability):
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
     dtype = "float16" if capability == (7, 5) else "bfloat16"
     configs = [MaskTilesKernel(128, 128, True, text=text_of("documents"))]
-    for name, head_dim in (("alibi", 256), ("table", 128), ("gate", 64)):
+    for name, head_dim in (("alibi", 192), ("table", 128), ("gate", 64)):
         text = text_of(name)
         learning = tuple(x._replace(learns=True) for x in text.captures)
         features = Features(text=text._replace(captures=learning))

@@ -118,10 +118,7 @@ struct BwdWalkingTile : BwdTile {
 
   __device__ int first_m() const { return WALKS_UP ? m_range.begin : m_range.end - 1; }
   __device__ bool is_m(int m) const { return WALKS_UP ? m < m_range.end : m >= m_range.begin; }
-  __device__ int next_m(int m) const {
-    if constexpr (HAS_MASK_TILES) return m_below(m);
-    return WALKS_UP ? m + 1 : m - 1;
-  }
+  __device__ int next_m(int m) const { return HAS_MASK_TILES || !WALKS_UP ? m_below(m) : m + 1; }
 };
 
 // The order of BwdWalkingTile under a causal mask and where blocks add in turns. Otherwise a block

@@ -12,7 +12,7 @@
 #include "bias_tile.cuh"
 
 // The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
-// the block.
+// the block. Every key tile in its range is visited.
 struct EveryFwdTile {
   alignas(16) TileRange n_range;  // read as one vector
   Sequence sequence;

@@ -257,8 +257,7 @@ def backward_plan(
         work = backend.backward(problem, kind, card, wanted, tile)
         if capture_gradients.learned(problem):
             call = (function, problem, kind, wanted, deterministic)
-            learning = capture_gradients.CaptureGradients(*call)
-            work = dataclasses.replace(work, capture_gradients=learning)
+            work = capture_gradients.added(work, *call)
         if deterministic == "error" and _has_no_order(problem, wanted, work):
             fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
             fact += "deterministic sum only where tensor cores compute the backward pass"

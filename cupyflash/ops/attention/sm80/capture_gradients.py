@@ -11,10 +11,10 @@ from ....runtime.gpu import HALF, architecture
 from ....runtime.launch import call_fields
 from ..captures import NUMBERS
 from ..kernels import AttentionKernel
-from ..kind import BOOL, KEY_MASK, Access, Kind
+from ..kind import KEY_MASK, Access, Kind
 from ..launching import AttentionLaunch
 from ..options import NO_EXTRAS
-from ..passes import Sharing, Wanted, backward_params
+from ..passes import Pass, Sharing, Wanted, backward_params
 from ..problem import Problem
 from .forward import padded_head_dim
 
@@ -100,9 +100,7 @@ def kernel(kind: Kind) -> FlashBwdCapturesSm80 | None:
     if dtype not in HALF or dtype not in arch.mma_dtypes:
         return None
     padded = padded_head_dim(head_dim)
-    bias = BOOL if features.bias == KEY_MASK else features.bias
-    if bias > KEY_MASK:  # a key mask beside a bias
-        return None
+    bias = features.bias
     for block_m, block_n, num_warps in TILES:
         smem_bytes = 4 * (block_m + block_n) * padded
         if smem_bytes <= arch.shared_memory * 1024 - CONSTANTS:
@@ -112,25 +110,30 @@ def kernel(kind: Kind) -> FlashBwdCapturesSm80 | None:
     return None
 
 
-class CaptureGradients:
-    """The launch for one problem.
+def added(
+    work: Pass, function: str, problem: Problem, kind: Kind, wanted: Wanted, deterministic: str
+) -> Pass:
+    """The backward pass with the gradients of the captures behind it.
 
     Raises:
         NotImplementedError: there is no kernel for the problem, or the sums must have an order.
     """
-
-    def __init__(
-        self, function: str, problem: Problem, kind: Kind, wanted: Wanted, deterministic: str
-    ) -> None:
-        config = kernel(kind)
+    config = kernel(kind)
+    if config is None or kind.features.bias >= KEY_MASK or problem.access < Access.VECTOR:
         fact = "the gradient of what a score reads is built for float16 and bfloat16 on tensor "
         fact += "cores, with rows of whole 16 bytes, without a key mask"
-        if config is None or kind.features.bias >= KEY_MASK or problem.access < Access.VECTOR:
-            got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
-            raise NotImplementedError(f"{function}: {fact}, got {got}")
-        if deterministic == "error":
-            fact = "the gradient of what a score reads has no deterministic order"
-            raise NotImplementedError(f"{function}: {fact}, got deterministic=True")
+        got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
+        raise NotImplementedError(f"{function}: {fact}, got {got}")
+    if deterministic == "error":
+        fact = "the gradient of what a score reads has no deterministic order"
+        raise NotImplementedError(f"{function}: {fact}, got deterministic=True")
+    return dataclasses.replace(work, capture_gradients=CaptureGradients(config, problem, wanted))
+
+
+class CaptureGradients:
+    """The launch for one problem."""
+
+    def __init__(self, config: FlashBwdCapturesSm80, problem: Problem, wanted: Wanted) -> None:
         params = backward_params(problem, wanted, Sharing())
         self.launch = AttentionLaunch(config, problem, params)
         self.semaphore = call_fields(params).index("dq_semaphore")
