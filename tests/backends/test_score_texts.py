@@ -1,5 +1,6 @@
 """Texts of scores and masks in the kernels: their results, emulated, and their registers."""
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -9,15 +10,17 @@ from pathlib import Path
 import pytest
 from emulator import COMPILER
 from places import PYTHONPATH, SUPPORT
+from problems import problem_of, view
 from targets import has
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import jit
 from cupyflash.jit import compiler
-from cupyflash.ops.attention.backends import BACKENDS
+from cupyflash.ops.attention.backends import BACKENDS, choose
 from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
-from cupyflash.ops.attention.kind import Features, Kind
+from cupyflash.ops.attention.kind import Access, Features, Kind
 from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
+from cupyflash.ops.attention.passes import Pass, Wanted
 from cupyflash.ops.attention.sm80 import capture_gradients
 from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
 
@@ -118,3 +121,33 @@ def test_text_is_in_the_key():
     stubs = {compiler.stub(x) for x in (first, second, plain)}
     assert len(stubs) == 3 and "user_score" not in compiler.stub(plain)
     assert first.argument_size == plain.argument_size + 64
+
+
+@needs_torch
+@pytest.mark.parametrize("option", ["softcap", "alibi"])
+def test_options_that_a_score_replaces(option):
+    """A mask goes with both."""
+    of_mask = Features(text=text_of("causal"), **{option: True})
+    kind = Kind("float16", 64, of_mask, (8, 0))
+    assert choose("attention", kind, Access.TENSOR_MAP, backward=False) == "sm80"
+    kind = kind._replace(features=of_mask._replace(text=text_of("table")))
+    with pytest.raises(NotImplementedError, match=f"write them into it, got {option}"):
+        choose("attention", kind, Access.TENSOR_MAP, backward=False)
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "dtype, deterministic, got",
+    [("float32", "", "float32, head_dim 64"), ("float16", "error", "deterministic=True")],
+)
+def test_gradients_of_captures_that_are_not_built(dtype, deterministic, got):
+    text = text_of("alibi")
+    learning = text._replace(captures=(text.captures[0]._replace(learns=True),))
+    problem = problem_of(1, (2, 2), 64, 64, 64)
+    problem = dataclasses.replace(
+        problem, dtype=dtype, text=learning, captures=(view(2, dtype="float32"),)
+    )
+    wanted = Wanted({}, in_order=bool(deterministic))
+    call = (Pass(()), "attention_backward", problem, problem.kind((9, 0)), wanted, deterministic)
+    with pytest.raises(NotImplementedError, match=f"^attention_backward: .*, got {got}$"):
+        capture_gradients.added(*call)
