@@ -174,6 +174,7 @@ def check_beside_options(folder: Path, backend: str) -> None:
     ends = {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
     slopes = {"alibi_slopes": text["alibi"].arrays["slopes"]}
     check("alibi", packed, {"causal": True} | lengths, ends, slopes)
+    check("causal", packed, lengths, ends, {"causal": True})
     if backend == "sm90":  # so few queries that blocks share their keys
         inputs = make_inputs("torch", dtype, batch=1, seqlen_q=60, seqlen_k=1200, heads_q=1)
         check("softcap", inputs, {}, {}, right, kernel="flash_fwd_combine_sm90")
