@@ -2,6 +2,7 @@
 // reads them from this file (runtime/structs.py).
 #pragma once
 #include "../common/types.cuh"
+#include "text.cuh"
 
 // Element strides of a (batch, row, head, head_dim) tensor whose last dimension is contiguous.
 // Packed sequences (varlen) have batch stride 0: cu_seqlens gives the first row.
@@ -47,7 +48,9 @@ struct AttentionShape {
   float dropout_scale;    // factor of the weights that stay: 1 / (1 - dropout_threshold / 2^16)
 };
 
-struct FlashFwdParams {
+// Both structs begin with what a text needs, if the kernel has one (text.cuh): the bits of the
+// tiles of its mask, and its captures.
+struct FlashFwdParams : MaskTiles, Captures {
   const void* q;  // [batch, seqlen_q, heads_q, head_dim]
   const void* k;  // [batch, seqlen_k, heads_kv, head_dim]
   const void* v;  // [batch, seqlen_k, heads_kv, head_dim]
@@ -72,7 +75,7 @@ struct FlashFwdParams {
   AttentionShape shape;
 };
 
-struct FlashBwdParams {
+struct FlashBwdParams : MaskTiles, Captures {
   const void* dout;  // like out
   const void* q;
   const void* k;

@@ -4,8 +4,10 @@
 //
 //   s = softcap * tanh(scale * S / softcap)    or scale * S without a softcap
 //   s = s - alibi_slope * |distance from the diagonal|
+//   s = text::user_score(scale * S)            in the place of both, where there is one (text.cuh)
 //   s = s + bias                               a Boolean bias masks instead
-//   s = -inf                                   where the query does not see the key
+//   s = -inf                                   where the query does not see the key, or where
+//                                              text::user_mask() says so
 //   P = softmax(s)                             softmax.cuh; score_gradient.cuh in the backward
 //   P = 0 where dropout drops a weight         the output is scaled by 1 / (1 - p) at the end
 //
@@ -32,7 +34,11 @@ struct ScoreOptions {
   static constexpr BiasKind BIAS = BIAS_;
   static constexpr bool DROPOUT = DROPOUT_;
   static constexpr bool EXACT_TANH = EXACT_TANH_;
-  static constexpr bool NONE = !SOFTCAP && !ALIBI && BIAS == BiasKind::NONE && !DROPOUT;
+  static constexpr bool NONE =
+      !SOFTCAP && !ALIBI && BIAS == BiasKind::NONE && !DROPOUT && !HAS_USER_SCORE && !HAS_USER_MASK;
+  // Whether the score is another function of S than a product, which has a slope of its own.
+  static constexpr bool HAS_SLOPE = SOFTCAP || HAS_USER_SCORE;
+  static_assert(!HAS_USER_SCORE || !(SOFTCAP || ALIBI), "a text takes the place of both");
 };
 
 // The argument `masked` of a step over a tile of scores.
@@ -63,27 +69,58 @@ __device__ __forceinline__ float load_alibi_slope(const Params& params, int batc
 // Takes the place of the function that adds a bias from shared memory, in kernels without one.
 struct NoBiasTile {};
 
-// The steps of the score. Params is FlashFwdParams or FlashBwdParams. s stays in the units of S, or
-// with a softcap in those of tanh, until the softmax computes exp2(scale_log2 * s). scale_log2 is
-// positive, so the largest s belongs to the largest score.
+// The steps of the score. Params is FlashFwdParams or FlashBwdParams. s stays in the units of S,
+// with a softcap in those of tanh, and with a text in those of the score, until the softmax
+// computes exp2(scale_log2 * s). scale_log2 is positive, so the largest s belongs to the largest
+// score.
 template <class Options, class Params>
 struct Score {
   const Params& params;
   float scale_log2;
-  float to_tanh;  // scale / softcap
+  float inner;  // the factor of S in the function of it: scale / softcap, or the scale of a text
 
   __device__ explicit Score(const Params& params)
       : params(params),
-        scale_log2((Options::SOFTCAP ? params.shape.softcap : params.shape.scale) * LOG2E),
-        to_tanh(Options::SOFTCAP ? params.shape.scale * inverse(params.shape.softcap) : 0.f) {}
+        scale_log2(outer(params.shape) * LOG2E),
+        inner(Options::SOFTCAP ? params.shape.scale * inverse(params.shape.softcap)
+              : HAS_USER_SCORE ? params.shape.scale
+                               : 0.f) {}
 
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
-  // in shared memory, and where rows are queries the key mask beside it.
+  // in shared memory, and where rows are queries the key mask beside it. `masked`: some columns of
+  // the tile may be past the end, or hidden by the mask of a text.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
-                                        AddBiasTile add_bias_tile = {}) const {
+                                        AddBiasTile add_bias_tile = {},
+                                        bool masked = MASKED) const {
     apply_softcap(s);
-    apply_position_terms(s, at, add_bias_tile);
+    for_each_place<HAS_USER_SCORE>(s, at, masked, [&](float& x, int, int, int query, int key) {
+      x = text::user_score(inner * x, at.batch, at.head, query, key, params);
+    });
+    apply_position_terms(s, at, add_bias_tile, masked);
+  }
+
+  // Calls function(s[n][i], n, i, query, key) for each element. There `query` and `key` are the
+  // last ones in the place of those past the end, so that a text may read its captures there.
+  template <bool WANTED, Rows ROWS, int N, class Function>
+  __device__ __forceinline__ void for_each_place(float (&s)[N][4], const ScorePlace<ROWS>& at,
+                                                 bool masked, Function function) const {
+    if constexpr (WANTED) {
+      const int last_query = at.sequence.seqlen_q - 1, last_key = at.sequence.seqlen_k - 1;
+      const int last_row = ROWS == Rows::QUERIES ? last_query : last_key;
+      const int last_col = ROWS == Rows::QUERIES ? last_key : last_query;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = min(at.row + i / 2 * 8, last_row);
+          const int place = at.col + n * 8 + i % 2;
+          const int col = masked ? min(place, last_col) : place;
+          function(s[n][i], n, i, ROWS == Rows::QUERIES ? row : col,
+                   ROWS == Rows::QUERIES ? col : row);
+        }
+      }
+    }
   }
 
   // Sets the scores of keys that a query does not see to -inf. Most tiles do not need this.
@@ -103,17 +140,19 @@ struct Score {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float x = s[n][i] * to_tanh;
+          const float x = s[n][i] * inner;
           s[n][i] = Options::EXACT_TANH ? tanhf(x) : tanh_exp2(x);
         }
       }
     }
   }
 
-  // Adds the terms that depend on the positions of query and key, and not on their product.
+  // Adds the terms that depend on the positions of query and key, and not on their product. The
+  // mask of a text comes last.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply_position_terms(float (&s)[N][4], const ScorePlace<ROWS>& at,
-                                                       AddBiasTile add_bias_tile = {}) const {
+                                                       AddBiasTile add_bias_tile = {},
+                                                       bool masked = MASKED) const {
     if constexpr (Options::ALIBI) subtract_alibi(s, at);
     if constexpr (is_by_tma(Options::BIAS)) {
       add_bias_tile(s, to_units(1.f));
@@ -128,6 +167,10 @@ struct Score {
         bias.add_to_transposed(s, at.row, at.col, to_units(1.f));
       }
     }
+    if (HAS_MASK_TILES && !masked) return;  // the tile is full
+    for_each_place<HAS_USER_MASK>(s, at, masked, [&](float& x, int, int, int query, int key) {
+      if (!text::user_mask(at.batch, at.head, query, key, params)) x = -INF;
+    });
   }
 
   // Sets the weights that dropout drops to 0. The softmax sums all weights, so this comes after it.
@@ -141,6 +184,11 @@ struct Score {
   }
 
  private:
+  // The factor of s in the score.
+  __device__ static float outer(const AttentionShape& shape) {
+    return Options::SOFTCAP ? shape.softcap : HAS_USER_SCORE ? 1.f : shape.scale;
+  }
+
   __device__ static float inverse(float softcap) {
     return Options::EXACT_TANH ? 1.f / softcap : rcp_approx(softcap);
   }

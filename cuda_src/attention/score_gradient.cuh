@@ -6,28 +6,36 @@
 //   dP = 0 where dropout dropped P, else dP / (1 - p)
 //   dS = P * (dP - delta)                   score_gradient(), like the lines around it
 //   dbias += dS
-//   dS *= 1 - tanh^2                        the slope of the softcap
+//   dS *= 1 - tanh^2                        the slope of the softcap, or that of a text
 //
 // The kernels multiply dK and dQ by `scale`, and dV by 1 / (1 - p), at the end.
 #pragma once
 #include "score.cuh"
 
-// Turns S into the score, except for the mask, as Score::apply() does, and writes the slope of the
-// softcap at every score, d tanh(x) / dx, to softcap_slope (nothing without a softcap).
+// Turns S into the score, except for the mask, as Score::apply() does, and writes the slope at
+// every score to `slope`: d tanh(x) / dx with a softcap, the derivative of a text by scale * S, and
+// nothing without either.
 template <class Options, class Params, Rows ROWS, int N, class AddBiasTile = NoBiasTile>
-__device__ __forceinline__ void apply_score(float (&s)[N][4], float (&softcap_slope)[N][4],
+__device__ __forceinline__ void apply_score(float (&s)[N][4], float (&slope)[N][4],
                                             const Score<Options, Params>& score,
                                             const ScorePlace<ROWS>& at,
-                                            AddBiasTile add_bias_tile = {}) {
+                                            AddBiasTile add_bias_tile = {}, bool masked = MASKED) {
   score.apply_softcap(s);
   if constexpr (Options::SOFTCAP) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) softcap_slope[n][i] = 1.f - s[n][i] * s[n][i];
+      for (int i = 0; i < 4; ++i) slope[n][i] = 1.f - s[n][i] * s[n][i];
     }
   }
-  score.apply_position_terms(s, at, add_bias_tile);
+  score.template for_each_place<HAS_USER_SCORE>(
+      s, at, masked, [&](float& x, int n, int i, int query, int key) {
+        const text::Dual y = text::user_score(text::Dual(score.inner * x, 1.f), at.batch, at.head,
+                                              query, key, score.params);
+        x = y.value;
+        slope[n][i] = y.slope;
+      });
+  score.apply_position_terms(s, at, add_bias_tile, masked);
 }
 
 // Turns the score into P. With dropout, a dropped weight gets a negative sign (Dropped::NEGATIVE),
@@ -81,15 +89,14 @@ __device__ __forceinline__ const Fragments& kept_weights(Fragments& kept, const 
   }
 }
 
-// Multiplies a gradient by the slope of the softcap.
+// Multiplies a gradient by the slope of the score.
 template <class Options, int N>
-__device__ __forceinline__ void apply_softcap_slope(float (&gradient)[N][4],
-                                                    const float (&softcap_slope)[N][4]) {
-  if constexpr (Options::SOFTCAP) {
+__device__ __forceinline__ void apply_slope(float (&gradient)[N][4], const float (&slope)[N][4]) {
+  if constexpr (Options::HAS_SLOPE) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) gradient[n][i] *= softcap_slope[n][i];
+      for (int i = 0; i < 4; ++i) gradient[n][i] *= slope[n][i];
     }
   }
 }
@@ -134,10 +141,9 @@ __device__ __forceinline__ void add_bias_gradient(const float (&ds)[N][4], const
 // Turns dP into dS, the gradient of scale * S.
 template <class Options, class Params, Rows ROWS, int N, class Delta>
 __device__ __forceinline__ void score_gradient(float (&dp)[N][4], float (&p)[N][4],
-                                               const float (&softcap_slope)[N][4],
-                                               const Params& params, const ScorePlace<ROWS>& at,
-                                               Delta delta) {
+                                               const float (&slope)[N][4], const Params& params,
+                                               const ScorePlace<ROWS>& at, Delta delta) {
   softmax_gradient<Options>(dp, p, params.shape, delta);
   add_bias_gradient<Options>(dp, params, at);
-  apply_softcap_slope<Options>(dp, softcap_slope);
+  apply_slope<Options>(dp, slope);
 }

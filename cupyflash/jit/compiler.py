@@ -45,6 +45,8 @@ class Kernel(Protocol):
         name: of the ``__global__`` function.
         expression: NVRTC's name expression, ``flash_fwd_sm80<bfloat16_t, 128, …>``.
         shared_memory: dynamic shared memory of a block, in bytes.
+        header: C++ before the source, or "".
+        argument_size: bytes of ``params``, with what ``header`` adds to it.
     """
 
     source: str
@@ -52,6 +54,8 @@ class Kernel(Protocol):
     name: str
     expression: str
     shared_memory: int
+    header: str
+    argument_size: int
 
 
 class CompileError(RuntimeError):
@@ -143,8 +147,8 @@ def stub(config: Kernel) -> str:
     params = config.params
     return (
         f"// {config.expression}\n"
-        f'#include "{config.source}"\n'
-        f"static_assert(sizeof({params.__name__}) == {ctypes.sizeof(params)},\n"
+        f'{config.header}#include "{config.source}"\n'
+        f"static_assert(sizeof({params.__name__}) == {config.argument_size},\n"
         f'              "the host has read another {params.__name__} from its header");\n'
     )
 

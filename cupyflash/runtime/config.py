@@ -2,7 +2,8 @@
 
 A subclass names its source file, which names its struct. Its fields have the names of the kernel's
 template parameters in lower case (``dtype`` is ``T``) and stand in the same order, so that the
-dataclass *is* the instantiation. ``tests/runtime/test_params.py`` compares them with the source.
+dataclass *is* the instantiation; those that are given by name alone are no template parameters.
+``tests/runtime/test_params.py`` compares them with the source.
 """
 
 import ctypes
@@ -56,9 +57,20 @@ class KernelConfig:
         return self.source.rsplit("/", 1)[-1].removesuffix(".cu")
 
     @property
+    def header(self) -> str:
+        """C++ that stands before the source in the program: the text of a score or mask."""
+        return ""
+
+    @property
+    def argument_size(self) -> int:
+        """Bytes of the argument, which `header` may lengthen."""
+        return ctypes.sizeof(self.params)
+
+    @property
     def expression(self) -> str:
         """The NVRTC name expression, ``flash_fwd_sm80<bfloat16_t, 128, …>``."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        fields = (field for field in dataclasses.fields(self) if not field.kw_only)
+        values = (getattr(self, field.name) for field in fields)
         return f"{self.name}<{', '.join(_cpp(value) for value in values)}>"
 
     @property

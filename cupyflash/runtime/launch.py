@@ -126,7 +126,7 @@ class Launch:
         num_fields = len(call_fields(params))
         self.pack = struct.Struct(f"{num_fields}Q").pack
         self.tail = bytes(params)[8 * num_fields :]
-        self.dtype = numpy.dtype((numpy.void, ctypes.sizeof(config.params)))
+        self.dtype = numpy.dtype((numpy.void, config.argument_size))
 
     def argument(
         self, *values: int, stream: Any = None, workspace: int = 0, bias: int = 0

@@ -28,7 +28,8 @@ NUMBERS = {
 }
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+) \{(.*?)^\};", re.M | re.S)
+# A base class is not read: it has no bytes, or those that the host puts in front of the fields.
+_STRUCT = re.compile(r"^struct (?:alignas\((\d+)\) )?(\w+)(?: : [\w, ]+)? \{(.*?)^\};", re.M | re.S)
 _FUNCTION = re.compile(r"[^;{}]*\{(?:[^{}]|\{[^{}]*\})*\}")  # with its body
 _FIELD = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)\])?")
 _ARGUMENT = re.compile(r"\(\s*const (?:__grid_constant__ )?(\w+) params\s*\)")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.attention.attention import attention
 from .inputs import Inputs
 from .tolerance import Expected, Result, dtype_name
 
@@ -102,3 +103,27 @@ def _terms(
 def _tensors(inputs: Inputs) -> list[Any]:
     tensors = [inputs.q, inputs.k, inputs.v, inputs.dout]
     return [x.transpose(1, 2) for x in tensors] if inputs.layout == "bhsd" else tensors
+
+
+def results(
+    inputs: Inputs,
+    arrays: tuple[Tensor, ...],
+    score: Callable | None = None,
+    mask: Callable | None = None,
+    *,
+    learn: bool = True,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Both passes of `cupyflash.attention` by autograd, named as in `expected_scores`.
+
+    Args:
+        learn: floating arrays have gradients.
+        options: of `cupyflash.attention`.
+    """
+    qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    arrays = tuple(x.detach().requires_grad_(learn and x.is_floating_point()) for x in arrays)
+    learned = {f"d{i}": x for i, x in enumerate(arrays) if x.requires_grad}
+    given = {"score": score and score(*arrays), "mask": mask and mask(*arrays)}
+    out, lse = attention(*qkv, layout=inputs.layout, return_lse=True, **given, **options)
+    gradients = torch.autograd.grad(out, (*qkv, *learned.values()), inputs.dout)
+    return dict(zip(("out", "lse", "dq", "dk", "dv", *learned), (out, lse, *gradients)))

@@ -57,7 +57,6 @@ CHANGES = {
 NOT_IN_REFERENCE = {"max_seqlens", "deterministic", "precision"}
 # The other kernels have one kind of products for each dtype.
 ONLY_FP16X3 = {"precision"}
-ONLY_CPU = {"text"}  # a GPU refuses it
 
 
 @functools.cache
@@ -179,7 +178,7 @@ def main():
     with hopper(), mock.patch.object(jit, "load", load):
         for backend, dtype in BACKENDS.items():
             for field, (_, *values) in CHANGES.items():
-                if field in ONLY_CPU or (field in ONLY_FP16X3 and backend != "fp16x3"):
+                if field in ONLY_FP16X3 and backend != "fp16x3":
                     continue
                 with environment.override(backend=backend):
                     before, after = (launches(field, x, dtype, dispatch) for x in values)
@@ -221,8 +220,6 @@ def of_kernels():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels(of_kernels, backend, field):
     """Configurations, grids or arguments change, in a dry run of both passes."""
-    if field in ONLY_CPU:
-        pytest.skip("no kernel takes it")
     if field in ONLY_FP16X3 and backend != "fp16x3":
         pytest.skip(f"{backend} has one kind of products")
     forward = field != "deterministic"  # which always sums in a fixed order

@@ -7,7 +7,6 @@ import itertools
 
 import numpy
 import pytest
-from matrix import each
 
 import cupyflash
 from cupyflash.ops.attention.score_text.scores import written
@@ -16,7 +15,7 @@ from cupyflash.testing import make_alibi_slopes, make_inputs, make_varlen_inputs
 torch = pytest.importorskip("torch")
 
 from cupyflash.testing.gallery import GALLERY, HEADS, LENGTH  # noqa: E402
-from cupyflash.testing.scores import expected_scores  # noqa: E402
+from cupyflash.testing.scores import expected_scores, results  # noqa: E402
 
 SLOPES = numpy.array([0.5, 0.1, 0.02, 1], "float32")
 DTYPES = itertools.cycle(("float32", "float16", "bfloat16", "float32"))
@@ -25,17 +24,6 @@ CASES = [(name, dtype) for name, dtype in zip(GALLERY, DTYPES)]
 
 def arrays_of(name):
     return GALLERY[name].arrays(torch.Generator().manual_seed(len(name)))
-
-
-def results(inputs, arrays, score=None, mask=None, **options):
-    """Both passes by autograd; "d0" and so on are gradients of the arrays."""
-    qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    arrays = [x.detach().requires_grad_(x.is_floating_point()) for x in arrays]
-    learned = {f"d{i}": x for i, x in enumerate(arrays) if x.requires_grad}
-    given = {"score": score and score(*arrays), "mask": mask and mask(*arrays)}
-    out, lse = cupyflash.attention(*qkv, layout=inputs.layout, return_lse=True, **given, **options)
-    gradients = torch.autograd.grad(out, (*qkv, *learned.values()), inputs.dout)
-    return dict(zip(("out", "lse", "dq", "dk", "dv", *learned), (out, lse, *gradients)))
 
 
 @pytest.mark.parametrize("name, dtype", CASES)
@@ -277,12 +265,3 @@ def test_wrong_calls():
     kwargs = {"score_grad": True, "score": score}
     with pytest.raises(ValueError, match="score_grad needs a score that reads floating-point"):
         cupyflash.attention_backward(x, x, x, x, x, x[..., 0].swapaxes(1, 2).copy(), **kwargs)
-
-
-@each(library="torch")
-def test_a_gpu_computes_texts_or_says_that_it_does_not(target):
-    x = target.inputs("float16", seqlen_q=20).q
-    if not target.gpu:
-        cupyflash.attention(x, x, x, score=lambda s, b, h, q, k: s)
-        return
-    refused(NotImplementedError, "built for the CPU", x, x, x, score=lambda s, b, h, q, k: s)

@@ -201,18 +201,18 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
         acc_s, RowParts<RowOperandA<TileQ>, TileQ>(q_stage, GridS::row()),
         RowParts<RowOperandB<TileKV>, TileKV>(smem_k, GridS::col()));
     Score<Options, FlashBwdParams> score(params.base);
-    (SOFTCAP ? score.to_tanh : score.scale_log2) *= parts.from_scaled_s;
+    (Options::HAS_SLOPE ? score.inner : score.scale_log2) *= parts.from_scaled_s;
     const float alibi_slope = load_alibi_slope<Options>(params.base, block.batch, head);
     const auto place_of = [&](int m) -> ScorePlace<Rows::QUERIES> {
       const int row = m_block * BLOCK_M + row0 + m * 16;
       return {block.sequence, block.batch, head, alibi_slope, &dropout_seed, row, col};
     };
-    float softcap_slope[M][N][4];
+    float slope[M][N][4];
     const bool masked = block.m_range.needs_mask(m_block) || block.n_rows < BLOCK_N;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       const ScorePlace<Rows::QUERIES> at = place_of(m);
-      apply_score(acc_s[m], softcap_slope[m], score, at);
+      apply_score(acc_s[m], slope[m], score, at);
       if (masked) score.apply_mask(acc_s[m], at);
       recompute_weights(acc_s[m], score, at, [&](int, int i) { return lse_log2[m][i / 2]; });
     }
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc_dp[m][n][i] *= parts.from_scaled_dp;
       }
-      score_gradient<Options>(acc_dp[m], acc_s[m], softcap_slope[m], params.base, place_of(m),
+      score_gradient<Options>(acc_dp[m], acc_s[m], slope[m], params.base, place_of(m),
                               [&](int, int i) { return delta[m][i / 2]; });
     }
     store_parts<TileS, PARTS, ARCH>(smem_ds, GridS::row(), GridS::col(), acc_dp,

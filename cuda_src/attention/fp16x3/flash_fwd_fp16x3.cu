@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
   const RowParts<RowOperandB<TileKV>, TileKV> operand_k(smem_k, 0);
   const ColumnParts<ColumnOperandB<TileKV, HEAD_DIM>, TileKV> operand_v(smem_v, 0);
   Score<Options, FlashFwdParams> score(params.base);
-  (SOFTCAP ? score.to_tanh : score.scale_log2) *= parts.from_scaled_s;
+  (Options::HAS_SLOPE ? score.inner : score.scale_log2) *= parts.from_scaled_s;
 
   RowState state[M];
 #pragma unroll

@@ -47,9 +47,10 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
   constexpr int GROUPS_Q = HEAD_DIM / WIDTH_Q;
   using MapQ = TileMap<BLOCK_M, WIDTH_Q>;
   static_assert(ACCUM_ROW_ALIGN % BLOCK_M == 0, "a query tile must not straddle two sequences");
-  // The gradient of the bias is dS and not dT, so with a softcap the kernel needs both.
+  // The gradient of the bias is dS and not dT, so with a softcap or a text the kernel needs both.
   constexpr bool HAS_DBIAS = has_gradient(BIAS_KIND);
-  constexpr bool SEPARATE = HAS_DBIAS && SOFTCAP;
+  constexpr bool HAS_SLOPE = SOFTCAP || HAS_USER_SCORE;
+  constexpr bool SEPARATE = HAS_DBIAS && HAS_SLOPE;
 
   __shared__ SimtBwdBlock<T> block;
   __shared__ OperandBuffers<128, 64> buffers;
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
 
   // P * dS/dT waits for dP in registers, or here where wide heads leave none; so do derivatives.
   // Each element is its thread's own.
-  constexpr bool KEPT = SOFTCAP || DROPOUT;  // otherwise it is P, which lies in `weights`
+  constexpr bool KEPT = HAS_SLOPE || DROPOUT;  // otherwise it is P, which lies in `weights`
   constexpr bool PARKED = KEPT && HEAD_DIM > 128;
   __shared__ float parked[PARKED ? ROWS * COLS : 1][PARKED ? SIMT_THREADS : 1];
   __shared__ float derivatives[SEPARATE ? ROWS * COLS : 1][SEPARATE ? SIMT_THREADS : 1];
@@ -149,8 +150,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
         chunks_d, buffers, copies_for_s(head, m), [&] { return copies_for_dv(head, m, 0); },
         score_chains<T, HEAD_DIM>(weights));
     {
-      const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes,
-                                                params.alibi_batch_stride, block.batch, head);
+      const ScoreFunction<SOFTCAP, ALIBI> score(params, block.sequence, block.batch, head);
       const ThreadScoreBias<T, BIAS_KIND> bias(
           ScoreBias<T, BIAS_KIND>(params, block.sequence, block.batch, head), row, col);
       // The scores of keys past the end must be masked: no log-sum-exp includes them, so their exp2
@@ -167,8 +167,9 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
         for (int j = 0; j < COLS; ++j) {
           const int distance = first_distance + offset_of(j) - offset_of(e);
           float derivative;
-          float s = score.log2(acc_s[e][j], distance, derivative);
-          s = bias.add_to(s, offset_of(e), offset_of(j));
+          const int query = row + offset_of(e), key = col + offset_of(j);
+          float s = score.log2(acc_s[e][j], distance, query, key, derivative);
+          s = score.masked(bias.add_to(s, offset_of(e), offset_of(j)), query, key);
           const bool seen =
               !masked || (in_window(block.sequence, distance) && offset_of(j) < columns);
           p[e][j] = seen ? exp2_approx(s - lse_log2[e]) : 0.0f;

@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
                                                       sequence.seqlen_k, shape.head_dim)
                                                  .from_column(group * WIDTH))};
   };
-  const ScoreFunction<SOFTCAP, ALIBI> score(shape, params.alibi_slopes, params.alibi_batch_stride,
-                                            tile.batch, tile.head);
+  const ScoreFunction<SOFTCAP, ALIBI> score(params, sequence, tile.batch, tile.head);
   const ScoreBias<T, BIAS_KIND> head_bias(params, sequence, tile.batch, tile.head);
 
   // ---- over the key tiles ----
@@ -109,8 +108,11 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
     for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
       for (int j = 0; j < MapS::COLS; ++j) {
-        acc_s[e][j] = score.log2(acc_s[e][j], first_distance + offset_of(j) - offset_of(e));
+        const int query = m_begin + row + offset_of(e), key = n * BLOCK_N + col + offset_of(j);
+        acc_s[e][j] =
+            score.log2(acc_s[e][j], first_distance + offset_of(j) - offset_of(e), query, key);
         acc_s[e][j] = bias.add_to(acc_s[e][j], offset_of(e), offset_of(j));
+        acc_s[e][j] = score.masked(acc_s[e][j], query, key);
       }
     }
     if (n_range.needs_mask(n)) {

@@ -1,6 +1,6 @@
-// The score of the simt kernels, element by element: scale * q.k, softcap, ALiBi and bias, then
-// dropout and the gradient. The steps are those of score.cuh and score_gradient.cuh, but with an
-// exact tanh. Scores are multiplied by log2(e), so that their exponential is a bare exp2.
+// The score of the simt kernels, element by element: scale * q.k, softcap and ALiBi or a text, and
+// bias, then dropout and the gradient. The steps are those of score.cuh and score_gradient.cuh, but
+// with an exact tanh. Scores are multiplied by log2(e), so that their exponential is a bare exp2.
 #pragma once
 #include "../../common/philox.cuh"
 #include "../../ptx/math.cuh"
@@ -11,33 +11,63 @@
 
 template <bool SOFTCAP, bool ALIBI>
 struct ScoreFunction {
-  float inner;       // softcap only: scale / softcap, the argument of tanh per unit of q.k
-  float outer;       // log2(e) * (scale or softcap)
+  float inner;       // scale / softcap, or scale with a text: its argument per unit of q.k
+  float outer;       // log2(e) * (scale or softcap), or log2(e) with a text
   float slope_log2;  // log2(e) * ALiBi slope
+  const Captures& captures;
+  int batch;
+  int head;
+  int last_query;
+  int last_key;
 
-  __device__ ScoreFunction(const AttentionShape& shape, const float* alibi_slopes,
-                           int64_t alibi_batch_stride, int batch, int head) {
-    inner = SOFTCAP ? shape.scale / shape.softcap : 0.0f;
-    outer = LOG2E * (SOFTCAP ? shape.softcap : shape.scale);
-    slope_log2 = ALIBI ? LOG2E * alibi_slopes[batch * alibi_batch_stride + head] : 0.0f;
+  // Params is FlashFwdParams or FlashBwdParams.
+  template <class Params>
+  __device__ ScoreFunction(const Params& params, const Sequence& sequence, int batch, int head)
+      : captures(params),
+        batch(batch),
+        head(head),
+        last_query(sequence.seqlen_q - 1),
+        last_key(sequence.seqlen_k - 1) {
+    const AttentionShape& shape = params.shape;
+    inner = SOFTCAP ? shape.scale / shape.softcap : HAS_USER_SCORE ? shape.scale : 0.0f;
+    outer = LOG2E * (SOFTCAP ? shape.softcap : HAS_USER_SCORE ? 1.0f : shape.scale);
+    slope_log2 =
+        ALIBI ? LOG2E * params.alibi_slopes[batch * params.alibi_batch_stride + head] : 0.0f;
   }
 
   // The score times log2(e), from dot = q.k. `distance` is the distance of the key from the
   // diagonal, col - (row + diagonal). `derivative` becomes the derivative of the score with respect
-  // to scale * q.k, which is 1 without a softcap.
-  __device__ float log2(float dot, int distance, float& derivative) const {
+  // to scale * q.k, which is 1 without a softcap or a text.
+  __device__ float log2(float dot, int distance, int query, int key, float& derivative) const {
     derivative = 1.0f;
     if constexpr (SOFTCAP) {
       dot = tanhf(dot * inner);
       derivative = 1.0f - dot * dot;
     }
+    if constexpr (HAS_USER_SCORE) {
+      const text::Dual score =
+          text::user_score(text::Dual(dot * inner, 1.0f), batch, head, min(query, last_query),
+                           min(key, last_key), captures);
+      dot = score.value;
+      derivative = score.slope;
+    }
     const float score = dot * outer;
     return ALIBI ? score - slope_log2 * fabsf(float(distance)) : score;
   }
 
-  __device__ float log2(float dot, int distance) const {
+  __device__ float log2(float dot, int distance, int query, int key) const {
     float derivative;
-    return log2(dot, distance, derivative);
+    return log2(dot, distance, query, key, derivative);
+  }
+
+  // The score, or -inf where the mask of a text hides the key. Positions past the end, which no
+  // capture has, are taken for the last ones.
+  __device__ float masked(float score, int query, int key) const {
+    if constexpr (HAS_USER_MASK) {
+      if (!text::user_mask(batch, head, min(query, last_query), min(key, last_key), captures))
+        return -INF;
+    }
+    return score;
   }
 };
 

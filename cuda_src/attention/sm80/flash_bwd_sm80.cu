@@ -143,12 +143,12 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
       const int row = m_block * BLOCK_M + row0 + m * 16;
       return {block.sequence, block.batch, head, alibi_slope, &dropout_seed, row, col};
     };
-    float softcap_slope[M][N][4];
+    float slope[M][N][4];
     const bool masked = block.m_range.needs_mask(m_block) || block.n_rows < BLOCK_N;
 #pragma unroll
     for (int m = 0; m < M; ++m) {
       const ScorePlace<Rows::QUERIES> at = place_of(m);
-      apply_score(acc_s[m], softcap_slope[m], score, at);
+      apply_score(acc_s[m], slope[m], score, at);
       if (masked) score.apply_mask(acc_s[m], at);
       recompute_weights(acc_s[m], score, at, [&](int, int i) { return lse_log2[m][i / 2]; });
     }
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
                                       RowOperandB<TileKV>(smem_v, GridS::col()));
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      score_gradient<Options>(acc_dp[m], acc_s[m], softcap_slope[m], params, place_of(m),
+      score_gradient<Options>(acc_dp[m], acc_s[m], slope[m], params, place_of(m),
                               [&](int, int i) { return delta[m][i / 2]; });
     }
     store_fragments<TileS, T, ARCH>(smem_ds, GridS::row(), GridS::col(), acc_dp);

@@ -18,7 +18,7 @@ static_assert(ACCUM_ROW_ALIGN % TURN_ROWS == 0, "the rows of a turn belong to on
 
 // The record of a key tile and of the queries that see it, which the scheduler writes for all
 // roles. n_rows = 0 ends the work of the block.
-struct BwdTile {
+struct EveryBwdTile {
   static constexpr bool WHOLE_HEADS = false;
   Sequence sequence;
   TileRange m_range;
@@ -65,6 +65,9 @@ struct BwdTile {
     take_share_of_rows(params.shape, block_m);
   }
 
+  __device__ bool needs_mask(int m) const { return m_range.needs_mask(m); }
+  __device__ int m_below(int m) const { return m - 1; }  // the query tile below this one
+
  private:
   // More shares than query heads are a multiple of them. Each then has one head, and a part of the
   // query tiles. How this is written decides how ptxas orders the softmax of the consumers: with a
@@ -79,6 +82,21 @@ struct BwdTile {
     m_range.begin += turns * part / parts * tiles_of_turn;
   }
 };
+
+// The record where the mask of a text leaves query tiles empty, which are not visited.
+struct SeenBwdTile : EveryBwdTile {
+  TileRow row;
+
+  __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n,
+                         bool last_keys_first) {
+    EveryBwdTile::locate(params, tile, block_m, block_n, last_keys_first);
+    row.locate(params, batch, n_block);
+    row.tighten(m_range);
+  }
+  __device__ bool needs_mask(int m) const { return !row.is_full(m) || m_range.needs_mask(m); }
+  __device__ int m_below(int m) const { return row.last_up_to(m - 1); }
+};
+using BwdTile = typename Choose<HAS_MASK_TILES, SeenBwdTile, EveryBwdTile>::Type;
 
 // The order in which a block visits the query tiles of a head:
 //   for (int m = tile.first_m(); tile.is_m(m); m = tile.next_m(m))
@@ -100,7 +118,7 @@ struct BwdWalkingTile : BwdTile {
 
   __device__ int first_m() const { return WALKS_UP ? m_range.begin : m_range.end - 1; }
   __device__ bool is_m(int m) const { return WALKS_UP ? m < m_range.end : m >= m_range.begin; }
-  __device__ int next_m(int m) const { return WALKS_UP ? m + 1 : m - 1; }
+  __device__ int next_m(int m) const { return HAS_MASK_TILES || !WALKS_UP ? m_below(m) : m + 1; }
 };
 
 // The order of BwdWalkingTile under a causal mask and where blocks add in turns. Otherwise a block
@@ -120,6 +138,7 @@ struct BwdRoundTile : BwdTile {
     m_first = WALKS_UP ? m_range.begin : m_range.end - 1;
     m_last = WALKS_UP ? m_range.end - 1 : m_range.begin;
     m_step = WALKS_UP ? 1 : -1;
+    if constexpr (HAS_MASK_TILES) return;
     if (WALKS_UP || params.dq_semaphore || sequence.window_right < sequence.seqlen_k) return;
     m_first = max(m_range.begin, min((n_begin - sequence.diagonal) / block_m, m_first));
     m_last = m_first > m_range.begin ? m_first - 1 : m_range.end - 1;
@@ -132,6 +151,7 @@ struct BwdRoundTile : BwdTile {
 
   // The tile after one that is not the last.
   __device__ int m_after(int m) const {
+    if constexpr (HAS_MASK_TILES) return m_below(m);
     m += m_step;
     return m == m_range.end ? m_range.begin : m;
   }

@@ -86,21 +86,22 @@ struct BwdConsumer {
     const int query = m_begin + column;
     const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
                                        &dropout_seed, key,        query};
-    float softcap_slope[BLOCK_M / 8][4];
-    apply_score(s, softcap_slope, score, at, [&](float (&s)[BLOCK_M / 8][4], float bias_scale) {
+    float slope[BLOCK_M / 8][4];
+    const auto add_bias = [&](Scores& s, float bias_scale) {
       bias_barriers[group].wait_full(bias_ring);
       add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
                                                         key_row % 64, bias_scale);
-    });
+    };
+    apply_score(s, slope, score, at, add_bias, masked);
     if (masked) score.apply_mask(s, at);
     recompute_weights(s, score, at, [&](int n, int i) {
       return constant_of(lse_log2, shared.lse_log2[place.stage], n, i, column);
     });
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
-    // P is multiplied by the slope of the softcap early, which frees the registers of the slope.
+    // P is multiplied by the slope of the score early, which frees the registers of the slope.
     // The gradient of the bias needs P without it.
-    if constexpr (!HAS_DBIAS) apply_softcap_slope<Options>(s, softcap_slope);
+    if constexpr (!HAS_DBIAS) apply_slope<Options>(s, slope);
 
     wgmma_wait<0>();
     pin(dp);
@@ -109,7 +110,7 @@ struct BwdConsumer {
     });
     if constexpr (HAS_DBIAS) {
       add_bias_gradient<Options>(dp, params.base, at);
-      apply_softcap_slope<Options>(dp, softcap_slope);
+      apply_slope<Options>(dp, slope);
     }
     wg_pack<T>(ds, dp);
     const uint32_t ds_stage = ds_address(place);
@@ -121,8 +122,7 @@ struct BwdConsumer {
     }
   }
 
-  // Computes dV += P^T dO and dQ = dS K, which goes to the reducer, and issues dK += dS^T Q, which
-  // is still in flight on return.
+  // Computes dV += P^T dO and dQ = dS K, which goes to the reducer, and issues dK += dS^T Q.
   __device__ __forceinline__ void issue_gradients(Gradient& acc_dk, Gradient& acc_dv, Operand& p,
                                                   Operand& ds, const BlockTile& tile, int head,
                                                   int m_begin, const Ring<L::STAGES>& at) {
@@ -165,11 +165,14 @@ struct BwdConsumer {
 
   // ---- loops over query tiles ----
 
-  // Walks over the query tiles of a head, one after the other. The tiles on either edge of a window
-  // need the mask.
+  // Walks over the query tiles of a head. Those on either edge of a window need the mask.
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                         int head) {
-    if constexpr (L::WALKS_UP) {
+    if constexpr (HAS_MASK_TILES) {
+#pragma unroll 1
+      for (int m = uniform(tile.first_m()); tile.is_m(m); m = uniform(tile.next_m(m)))
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.needs_mask(m)));
+    } else if constexpr (L::WALKS_UP) {
 #pragma unroll 1
       for (int m = uniform(tile.m_range.begin); m < uniform(tile.m_range.end); ++m)
         step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.m_range.needs_mask(m)));
@@ -212,8 +215,7 @@ struct BwdConsumer {
       store_bias_gradient<T, L>(params.base, smem, group, tile, head, m_begin, stage);
   }
 
-  // Walks over the query tiles of a head, and issues S of the next tile before it waits for dK of
-  // this one.
+  // Does the same, and issues S of the next tile before it waits for dK of this one.
   __device__ __forceinline__ void overlapped_steps(Gradient& acc_dk, Gradient& acc_dv,
                                                    const BlockTile& tile, int head) {
     constexpr int EARLIER = L::WALKS_UP ? -L::BLOCK_M : L::BLOCK_M;

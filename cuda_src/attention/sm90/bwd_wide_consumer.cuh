@@ -69,7 +69,7 @@ struct BwdWideConsumer {
   // ---- score, P ----
 
   // Turns S into P.
-  __device__ __forceinline__ void make_p(Scores& s, Scores& softcap_slope, const BwdTile& tile,
+  __device__ __forceinline__ void make_p(Scores& s, Scores& slope, const BwdTile& tile,
                                          const Place& at) {
     const Score<Options, FlashBwdParams> score(params.base);
     const int thread = fresh_thread_index();
@@ -79,8 +79,14 @@ struct BwdWideConsumer {
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, at.head);
     const ScorePlace<Rows::QUERIES> place = {
         tile.sequence, tile.batch, at.head, alibi_slope, params.base.dropout_seed, query, key};
-    apply_score(s, softcap_slope, score, place);
-    if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
+    if constexpr (HAS_MASK_TILES) {
+      const bool masked = uniform(tile.needs_mask(at.m));
+      apply_score(s, slope, score, place, NoBiasTile(), masked);
+      if (masked) score.apply_mask(s, place);
+    } else {
+      apply_score(s, slope, score, place);
+      if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
+    }
     const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
     recompute_weights(s, score, place, [&](int, int i) { return lse_log2[i / 2 * 8]; });
   }
@@ -89,8 +95,8 @@ struct BwdWideConsumer {
 
   // Writes P to shared memory, issues the product for dV, and writes dS. The product for dP may
   // still be in flight when this begins.
-  __device__ __forceinline__ void make_ds(Scores& p, Scores& dp, Scores& softcap_slope,
-                                          GradientV& acc_dv, const BwdTile& tile, const Place& at) {
+  __device__ __forceinline__ void make_ds(Scores& p, Scores& dp, Scores& slope, GradientV& acc_dv,
+                                          const BwdTile& tile, const Place& at) {
     if constexpr (L::DQ_IN_P) {
       mbarrier_wait(smem_address(&p_free), p_ring.parity ^ 1);
       p_ring.advance();
@@ -114,7 +120,7 @@ struct BwdWideConsumer {
     softmax_gradient<Options>(dp, p, params.base.shape,
                               [&](int, int i) { return delta[i / 2 * 8]; });
     if constexpr (has_gradient(Options::BIAS)) add_dbias(dp, tile, at);
-    apply_softcap_slope<Options>(dp, softcap_slope);
+    apply_slope<Options>(dp, slope);
     store_s(smem + L::DS_OFFSET, dp);
     fence_async_proxy();  // dS becomes visible to wgmma
     wgmma_wait<0>();

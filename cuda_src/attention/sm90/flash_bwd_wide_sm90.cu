@@ -161,7 +161,7 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
   const AttentionShape& shape = params.base.shape;
   const int group = warpgroup_index() - 1;
   Ring<BWD_TILE_RECORDS> record;
-  typename Consumer::Scores softcap_slope;
+  typename Consumer::Scores slope;
   Consumer consumer = {params, shared, turns, p_free, smem_k, group};
   // Transposed: rows are head_dim, columns are keys.
   typename Consumer::GradientK acc_dk;
@@ -191,8 +191,8 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
       consumer.issue_dp(dp, at);
       wgmma_wait<1>();
       pin(s);
-      consumer.make_p(s, softcap_slope, tile, at);
-      consumer.make_ds(s, dp, softcap_slope, acc_dv, tile, at);
+      consumer.make_p(s, slope, tile, at);
+      consumer.make_ds(s, dp, slope, acc_dv, tile, at);
 #pragma unroll 1
       for (;;) {
         auto next = at;
@@ -219,8 +219,8 @@ __global__ void __launch_bounds__((GROUPS + 1) * WARPGROUP, 1)
         pin(s);
         pin_dk();
         shared.q.release_by_thread(at.ring.stage);
-        consumer.make_p(s, softcap_slope, tile, next);
-        consumer.make_ds(s, dp, softcap_slope, acc_dv, tile, next);
+        consumer.make_p(s, slope, tile, next);
+        consumer.make_ds(s, dp, slope, acc_dv, tile, next);
         at = next;
       }
       typename Consumer::DqPart dq;

@@ -96,6 +96,17 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   if constexpr (!C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
 }
 
+// The key tile after tile n, and whether a tile behind an inner one is inner, too.
+template <class C>
+__device__ __forceinline__ int next_n(const C& consumer) {
+  return HAS_MASK_TILES ? uniform(consumer.tile->next_n(consumer.n)) : consumer.n - 1;
+}
+template <class C>
+__device__ __forceinline__ bool stays_inner(const C& consumer) {
+  if constexpr (HAS_MASK_TILES) return consumer.n >= consumer.n_begin && consumer.is_inner();
+  return consumer.n >= max(consumer.n_begin, consumer.inner_begin);
+}
+
 template <typename T, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_M, int BLOCK_N, int Q_STAGES,
           int KV_STAGES, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT, bool SPLIT,
           int SMEM_BYTES>
@@ -151,13 +162,12 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     // ---- the other key tiles: those on either edge of a window need the mask ----
     int& n = consumer.n;
 #pragma unroll 1
-    for (--n; n >= consumer.n_begin;) {
+    for (n = next_n(consumer); n >= consumer.n_begin;) {
 #pragma unroll 1
-      for (; n >= consumer.n_begin && !consumer.is_inner(); --n)
+      for (; n >= consumer.n_begin && !consumer.is_inner(); n = next_n(consumer))
         step(consumer, p, acc_o, state, MASKED);
 #pragma unroll 1
-      for (; n >= max(consumer.n_begin, consumer.inner_begin); --n)
-        step(consumer, p, acc_o, state, UNMASKED);
+      for (; stays_inner(consumer); n = next_n(consumer)) step(consumer, p, acc_o, state, UNMASKED);
     }
 
     // ---- to the next query tile, whose first S runs beside the last O += P V of this one ----

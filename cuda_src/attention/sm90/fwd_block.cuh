@@ -12,8 +12,8 @@
 #include "bias_tile.cuh"
 
 // The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
-// the block.
-struct FwdTile {
+// the block. Every key tile in its range is visited.
+struct EveryFwdTile {
   alignas(16) TileRange n_range;  // read as one vector
   Sequence sequence;
   int m_begin;
@@ -42,12 +42,30 @@ struct FwdTile {
     n_range.end = first + count * (split + 1) / num_splits;
   }
 
+  __device__ void skip_empty(const FlashFwdParams&, int) {}
+  __device__ int next_n(int n) const { return n - 1; }  // the key tile after this one
+  __device__ bool is_full(int) const { return true; }   // no mask of a text hides any of it
+
   // The first row of the tile in lse.
   __device__ int64_t lse_row(const FlashFwdParams& params) const {
     return batch * params.lse_batch_stride + head * params.lse_head_stride + sequence.start_q +
            m_begin;
   }
 };
+
+// The record where the mask of a text leaves key tiles empty, which are not visited.
+struct SeenFwdTile : EveryFwdTile {
+  TileRow row;
+
+  // Leaves out the empty tiles in front and at the end.
+  __device__ void skip_empty(const FlashFwdParams& params, int block_m) {
+    row.locate(params, batch, m_begin / block_m);
+    row.tighten(n_range);
+  }
+  __device__ int next_n(int n) const { return row.last_up_to(n - 1); }
+  __device__ bool is_full(int n) const { return row.is_full(n); }
+};
+using FwdTile = typename Choose<HAS_MASK_TILES, SeenFwdTile, EveryFwdTile>::Type;
 
 // The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has a
 // ring for each consumer warpgroup, or where there is no room only one tile, which the warpgroup
@@ -147,6 +165,7 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
     if (index < num_tiles) {
       tile.locate(params.base, order.at(index / params.num_splits), L::BLOCK_M, L::BLOCK_N);
       tile.take_split(index % params.num_splits, params.num_splits);
+      if constexpr (HAS_MASK_TILES) tile.skip_empty(params.base, L::BLOCK_M);
     }
     mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
     if (index >= num_tiles) return;
@@ -191,12 +210,13 @@ __device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
     };
     const int n_begin = tile.n_range.begin;
     int n = tile.n_range.end - 1;
-    const int n_almost = min(n, n_begin + LOOK_AHEAD);
+    const int n_almost = HAS_MASK_TILES ? n : min(n, n_begin + LOOK_AHEAD);
     load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n);
 #pragma unroll 1
-    for (; n > n_begin; --n) {
+    for (; n > n_begin; HAS_MASK_TILES ? n = tile.next_n(n) : --n) {
       if (n == n_almost) mbarrier_arrive(almost_loaded);
-      load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n - 1);
+      load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring,
+           HAS_MASK_TILES ? tile.next_n(n) : n - 1);
       load(typename L::TileV(), v, smem + L::V_OFFSET, shared.v, v_ring, n);
     }
     if (n == n_almost) mbarrier_arrive(almost_loaded);

@@ -135,7 +135,7 @@ struct FwdConsumer {
       bias_loads = add_bias_tile<typename L::TileBias, T>(
           s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen);
     };
-    score.apply(s, at, add_bias);
+    score.apply(s, at, add_bias, masked);
     if (masked) score.apply_mask(s, at);
     const auto scores_read = [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
@@ -161,7 +161,7 @@ struct FwdConsumer {
     if (at_old_max) {
       if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order)) {
         compute_s_again(s);
-        score.apply(s, at, add_bias);
+        score.apply(s, at, add_bias, UNMASKED);
         state.template update<Options::SOFTCAP>(s, score.scale_log2);
       }
       scores_read();
@@ -257,7 +257,10 @@ struct FwdConsumer {
     inner_end = uniform(range.inner_end);
   }
 
-  __device__ __forceinline__ bool is_inner() const { return n < inner_end && n >= inner_begin; }
+  __device__ __forceinline__ bool is_inner() const {
+    if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
+    return n < inner_end && n >= inner_begin;
+  }
 
   // ---- results ----
 

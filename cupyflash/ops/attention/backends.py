@@ -76,8 +76,10 @@ def choose(function: str, kind: Kind, access: Access, *, backward: bool) -> str:
     """The name of the first backend that supports the problem, or of the forced one.
 
     Raises:
-        NotImplementedError: none does, or the forced one does not.
+        NotImplementedError: none does, or the forced one does not; or a text of the score beside an
+            option that it takes the place of.
     """
+    _refuse_options_beside_text(function, kind)
     forced = environment.current().backend
     for name in [forced] if forced else in_order(kind, backward=backward):
         backend = BACKENDS[name]
@@ -95,6 +97,16 @@ def choose(function: str, kind: Kind, access: Access, *, backward: bool) -> str:
     raise NotImplementedError(
         f"{function}: needs a GPU of compute capability {simt.MIN_CAPABILITY} or newer, got {got}"
     )
+
+
+def _refuse_options_beside_text(function: str, kind: Kind) -> None:
+    features = kind.features
+    if features.text and features.text.score and (features.softcap or features.alibi):
+        got = "softcap" if features.softcap else "alibi_slopes"
+        fact = (
+            "a score of your own takes the place of softcap and alibi_slopes, so write them into it"
+        )
+        raise NotImplementedError(f"{function}: {fact}, got {got}")
 
 
 def pads(problem: Problem, card: Card, *, backward: bool) -> bool:

@@ -221,9 +221,6 @@ def _checked(
     lses = {name: views.pop(name) for name in ("lse", "dlse") if name in views}
     extras = {name: views.pop(name) for name in Extras._fields if name in views}
     problem = check(function, views, Options(*options), extras, captures)
-    if problem.text is not None and problem.device >= 0:
-        fact = "score= and mask= are built for the CPU"
-        raise NotImplementedError(f"{function}: {fact}, got arrays on a GPU")
     problem = dataclasses.replace(problem, aligned=aligned[0], bias_aligned=aligned[1])
     check_lse(function, problem, lses)
     if bias_grad is not None:

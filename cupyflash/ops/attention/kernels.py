@@ -1,12 +1,14 @@
 """The base class of all configurations of attention, and kernels that every backend launches."""
 
+import ctypes
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...runtime.config import KernelConfig
 from ...runtime.structs import header
+from .captures import size_of
 from .kind import KEY_MASKS
 
 structs = header("attention/params.cuh")
@@ -14,6 +16,7 @@ structs = header("attention/params.cuh")
 # keys, and what else the kernel has of stages, warps and warpgroups.
 Tile = tuple[int, ...]
 
+TILES_BYTES = ctypes.sizeof(header("attention/text/tile_bits.cuh").MaskTileBits)
 _preprocess = header("attention/flash_bwd_preprocess.cu")
 
 
@@ -22,14 +25,39 @@ def each_once(groups: Iterable[Iterable[KernelConfig]]) -> Iterator[KernelConfig
     yield from dict.fromkeys(itertools.chain.from_iterable(groups))
 
 
+@dataclasses.dataclass(frozen=True)
 class AttentionKernel(KernelConfig):
     """A kernel of which a block computes a tile: ``tile_rows`` rows of one head.
 
     Attributes:
         tiles_of: "q" if these are rows of queries, "k" if they are keys.
+        text: the `Text` of a score or a mask of the caller's own; None for kernels without scores.
+        tiles: it skips the tiles that the mask of the text hides (mask_tiles.py).
     """
 
     tiles_of: ClassVar[str] = "q"
+
+    text: Any = dataclasses.field(default=None, kw_only=True)
+    tiles: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def header(self) -> str:
+        """The text as C++, with exact functions where the scores are in float32."""
+        if self.text is None:
+            return ""
+        exact = str(getattr(self, "dtype", "float32") == "float32").lower()
+        pass_ = "bwd" if "_bwd_" in self.name else "fwd"
+        tiles = "#define USER_TILES\n" if self.tiles else ""
+        return f"{tiles}#define TEXT_IS_EXACT {exact}\n{self.text.header(pass_)}"
+
+    @property
+    def argument_size(self) -> int:
+        return super().argument_size + self.captures_size
+
+    @property
+    def captures_size(self) -> int:
+        """Bytes of what the text needs in front of the struct that has the other pointers."""
+        return 0 if self.text is None else size_of(self.text) + TILES_BYTES * self.tiles
 
     @property
     def takes_key_mask(self) -> bool:

@@ -1,7 +1,8 @@
 """What decides which kernels compute a problem: a `Kind`, and how its tensors can be read."""
 
 import enum
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 from ...runtime.gpu import Capability
 from ...runtime.structs import header
@@ -49,6 +50,7 @@ class Features(NamedTuple):
             compute the backward.
         head_dim_v: columns of v and out if these have fewer than q and k, which need no padding;
             else 0.
+        text: the `Text` of a score or a mask of the caller's own, or None.
     """
 
     softcap: bool = False
@@ -66,6 +68,18 @@ class Features(NamedTuple):
     one_tile: bool = False
     one_pass: bool = False
     head_dim_v: int = 0
+    text: Any = None
+
+    @property
+    def mask_has_tiles(self) -> bool:
+        """Whether the same tiles of a text's mask are empty for all heads."""
+        mask = self.text.mask if self.text else ""
+        return bool(mask) and not re.search(r"\bhead\b", mask)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the scores have an option beside a bias, or a text."""
+        return bool(self.softcap or self.alibi or self.dropout or self.text)
 
     @property
     def with_bool_mask(self) -> "Features":

@@ -7,15 +7,20 @@ may need: that of the gradient of the sinks, after the one that prepares each qu
 import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ...runtime.array import Array
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import Card
 from ...runtime.launch import Launch
 from ...runtime.structs import header
 from . import sharing
+from .captures import PackedCaptures
 from .kernels import FlashBwdPreprocess, FlashBwdSinks
 from .key_mask import KeyMaskLaunch
+from .launching import AttentionLaunch as AttentionLaunch
+from .mask_tiles import FoundTiles, MaskTilesLaunch
+from .options import NO_EXTRAS
 from .problem import Problem
 
 structs = header("attention/params.cuh")
@@ -65,13 +70,6 @@ class BiasGradient(NamedTuple):
     launches: Callable[[ctypes.Structure], tuple[Launch, ...]]
 
 
-class AttentionLaunch(Launch):
-    """The launch of one kernel of a pass, on a grid that follows from its configuration."""
-
-    def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        super().__init__(config, problem.device, config.grid(params.shape), params)
-
-
 MakeLaunch = Callable[[KernelConfig, Problem, ctypes.Structure], AttentionLaunch]
 
 
@@ -86,6 +84,9 @@ class Pass:
             bias, and write all of it.
         stores_dbias: the main kernel stores the gradient of the bias, in the dtype of q, and leaves
             alone what belongs to no visible score; else it adds to one in float32.
+        captures: packs the captures of a call, for a text that has any.
+        mask_tiles: the launch before all others where the main kernel skips tiles of the mask.
+        capture_gradients: the launch behind all others where captures learn.
     """
 
     launches: tuple[AttentionLaunch, ...]
@@ -93,6 +94,27 @@ class Pass:
     scratch: Scratch = Scratch(0, 0, 0, 0)
     bias_gradient: tuple[Launch, ...] = ()
     stores_dbias: bool = False
+    captures: PackedCaptures | None = None
+    mask_tiles: MaskTilesLaunch | None = None
+    capture_gradients: Any = None
+
+    def of_text(
+        self, library: Any, stream: Any, like: Array, extras: list[Any]
+    ) -> tuple[bytes, Array | None]:
+        """What the kernels with a text get in front of their pointers, and the memory behind it.
+
+        Args:
+            extras: the addresses of `Extras`, the captures of the text, and perhaps `FoundTiles`.
+        """
+        if self.captures is None and self.mask_tiles is None:
+            return b"", None
+        values = extras[len(NO_EXTRAS) :]
+        found = values.pop() if values and isinstance(values[-1], FoundTiles) else None
+        captures = self.captures(values) if self.captures else b""
+        if self.mask_tiles is None:
+            return captures, None
+        tiles, bits = self.mask_tiles(library, stream, like, extras, captures, found)
+        return bits + captures, tiles
 
 
 def forward_pass(
@@ -121,7 +143,9 @@ def forward_pass(
         features = problem.features
         whole = not (features.masked or features.alibi or problem.extras.lengths)
         key_mask = KeyMaskLaunch(problem, trim=whole)
-    return Pass((launch(config, problem, params),), key_mask)
+    launches = (launch(config, problem, params),)
+    captures, tiles = _packed_captures(problem), _mask_tiles(problem, config)
+    return Pass(launches, key_mask, captures=captures, mask_tiles=tiles)
 
 
 class Sharing(NamedTuple):
@@ -168,7 +192,7 @@ def backward_pass(
         partial = max(partial, bias_gradient.partial_floats)
     semaphores = 1 + problem.shape.heads_q * rows // 16 if shared.in_turns and accum_dim else 0
     scratch = Scratch(row_bytes, row_bytes, 4 * accum_dim * accum_rows, 4 * partial, semaphores)
-    params = _backward_params(problem, wanted, shared)
+    params = backward_params(problem, wanted, shared)
     main, configs = configs[:2][-1], list(configs)
     if problem.extras.sinks:
         configs.insert(1, FlashBwdSinks())
@@ -188,6 +212,8 @@ def backward_pass(
         scratch,
         () if bias_gradient is None else bias_gradient.launches(params),
         stores_dbias,
+        _packed_captures(problem),
+        _mask_tiles(problem, main),
     )
 
 
@@ -206,7 +232,7 @@ def unshared_backward_pass(
     return backward_pass(problem, wanted, configs, shared, accum_dim=accum_dim, launch=launch)
 
 
-def _backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> structs.FlashBwdParams:
+def backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> structs.FlashBwdParams:
     shape = structs.AttentionShape.from_buffer_copy(problem.shape)
     shape.group_shares = shared.shares
     shape.heads_per_section = shared.heads_per_section
@@ -222,6 +248,17 @@ def _backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> struc
         rows_k=rows_k(problem),
         shape=shape,
     )
+
+
+def _packed_captures(problem: Problem) -> PackedCaptures | None:
+    if problem.text is None or not problem.text.captures:
+        return None
+    return PackedCaptures(problem.text, problem.captures)
+
+
+def _mask_tiles(problem: Problem, main: KernelConfig) -> MaskTilesLaunch | None:
+    wanted = main.tiles and 0 not in (problem.shape.seqlen_q, problem.shape.seqlen_k)
+    return MaskTilesLaunch(problem, main) if wanted else None
 
 
 def _strides_of(problem: Problem) -> dict[str, structs.Strides]:

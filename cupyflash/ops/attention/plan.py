@@ -21,6 +21,7 @@ from .kind import Kind
 from .options import BIAS, KEY_MASK, Options, caller_name
 from .passes import Pass, Wanted
 from .problem import Problem, bias_strides, canonical_strides
+from .sm80 import capture_gradients
 
 Prepared = tuple[Array, tuple, tuple[int, ...], list[int], tuple[int, ...], Any]  # of a call
 NO_POINTERS = (0,) * KEY_MASK  # null for the optional arrays that the kernels take
@@ -33,7 +34,7 @@ class PassPlan(Plan):
         super().__init__(problem.device)
         self.library, self.work = library, work
         own = any(launch.workspace_size for launch in work.launches)
-        self.is_plain = not (own or work.key_mask or work.bias_gradient)
+        self.is_plain = not (own or work.key_mask or work.bias_gradient or work.mask_tiles)
 
     def run(self, *call: Any) -> tuple[Array | None, ...]:
         """Allocates the results of a call, launches the kernels, and returns the results."""
@@ -47,6 +48,7 @@ class PassPlan(Plan):
             for launch in work.launches:
                 launch.start(stream, launch.argument(*arguments, stream=stream))
             return results
+        captures, tiles = work.of_text(library, stream, like, extras)
         bias = extras[BIAS] if extras else 0
         if work.key_mask:
             record, bias = work.key_mask(library, stream, like, extras)
@@ -63,10 +65,13 @@ class PassPlan(Plan):
             argument = launch.argument(
                 *arguments, *to_all, stream=stream, workspace=place, bias=bias
             )
-            launch.start(stream, argument)
+            launch.start(stream, launch.with_captures(argument, captures))
         for launch in work.bias_gradient:
             launch.start(stream, launch.argument(*arguments, *of_options))
-        del record, held  # the kernels that use this memory have been launched
+        if work.capture_gradients:
+            arguments += of_options
+            results += work.capture_gradients(library, stream, like, arguments, extras)
+        del record, tiles, held  # the kernels that use this memory have been launched
         return results
 
     def prepared(self, *call: Any) -> Prepared:
@@ -74,8 +79,8 @@ class PassPlan(Plan):
 
         Returns:
             An array of the call; the results; the addresses that the kernels get before those of
-            the optional arrays, those of `Extras` or none, and in the backward those behind them,
-            of dbias and dsinks or 0; memory that lives until the launches.
+            the optional arrays, those of `Extras` (and captures) or none, and in the backward those
+            behind them, of dbias and dsinks or 0; memory that lives until the launches.
         """
         raise NotImplementedError
 
@@ -138,10 +143,11 @@ class BackwardPlan(PassPlan):
         # Rows that the kernels leave alone. Keys that no query sees get a gradient of zero.
         self.fills = extras.lengths or shape.seqlen_k == 0
         self.skips_tiles = problem.features.masked  # a stored gradient must be zero there
+        self.learned = capture_gradients.learned(problem)
         self.dbias_has_no_order = _has_no_order(problem, wanted, work)
 
     def prepared(self, q: Array, k: Array, v: Array, pointers: list[int]) -> Prepared:
-        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None.
+        """(dq, dk, dv, dbias, dsinks), the last two in float32 or None; then those of captures.
 
         Args:
             pointers: of dout, q, k, v, out, lse, dlse or 0, and perhaps of `Extras`.
@@ -150,8 +156,9 @@ class BackwardPlan(PassPlan):
         dbias = self._allocate_dbias(q)
         dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if not self.work.launches:
-            zeros = (library.zeros_like(x) for x in (q, k, v))
-            return q, (*zeros, dbias, dsinks), (), [], (), None
+            zeros = [library.zeros_like(x) for x in (q, k, v)]
+            zeros += [dbias, dsinks, *capture_gradients.zeros(library, self.learned, q)]
+            return q, tuple(zeros), (), [], (), None
         dq, dk, dv = self.empty_dq(q), self.empty_dk(k), self.empty_dv(v)
         if self.fills:
             for gradient in (dq, dk, dv):
@@ -248,6 +255,9 @@ def backward_plan(
     if not (without_keys or 0 in (shape.batch, shape.heads_q, shape.seqlen_q)):
         backend, kind, card, tile = _serving(function, problem, tile, backward=True)
         work = backend.backward(problem, kind, card, wanted, tile)
+        if capture_gradients.learned(problem):
+            call = (function, problem, kind, wanted, deterministic)
+            work = capture_gradients.added(work, *call)
         if deterministic == "error" and _has_no_order(problem, wanted, work):
             fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
             fact += "deterministic sum only where tensor cores compute the backward pass"

@@ -146,6 +146,7 @@ class Problem:
             one_tile=one_tile,
             head_dim_v=self._head_dim_v,
             one_pass=one_tile and shape.heads_q == shape.heads_kv and not extras.sinks,
+            text=self.text,
         )
 
     def kind(self, capability: Capability) -> Kind:
@@ -204,7 +205,7 @@ class Problem:
             and bias.shape[2:] == (shape.seqlen_q, shape.seqlen_k)
             and self.dtype in HALF
             and shape.head_dim <= 64
-            and not (self.has_own_lengths or features.softcap or features.alibi or features.dropout)
+            and not (self.has_own_lengths or features.changes_scores)
         )
 
     @property

@@ -30,7 +30,7 @@ def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
     most = widest(capability, backward=backward)
     if backward and head_dim <= most < backward_head_dim(kind):
         return False
-    if any(features.switches):
+    if any(features.switches) or features.text:
         most = min(most, MAX_HEAD_DIM_OF_OPTIONS)
     return (
         dtype == "float32"

@@ -125,7 +125,8 @@ class SplitKernel(AttentionKernel):
 
     def fallback(self, capability: Capability) -> tuple[AttentionKernel, ...]:
         """The kernels for CUDA cores, which compute the sequences that cannot be split."""
-        features = Features(self.softcap, self.alibi, bias=self.bias, dropout=self.dropout)
+        options = {"bias": self.bias, "dropout": self.dropout, "text": self.text}
+        features = Features(self.softcap, self.alibi, **options)
         kind = Kind("float32", self.head_dim, features, capability)
         if self.tiles_of == "q":
             return (simt.forward_kernel(kind),)
@@ -196,7 +197,8 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdFp16x3:
     smem_bytes = parts * (block_m + 2 * block_n) * padded * 2
     arch = architecture(kind.capability).mma
     switches = kind.features.with_bool_mask.switches
-    return FlashFwdFp16x3(padded, *tile, parts, arch, *switches, smem_bytes)
+    sizes, text = (padded, *tile, parts, arch), kind.features.text
+    return FlashFwdFp16x3(*sizes, *switches, smem_bytes, text=text)
 
 
 def backward_kernels(
@@ -215,7 +217,10 @@ def backward_kernels(
     arch = architecture(kind.capability).mma
     return (
         FlashBwdPreprocess(kind.dtype, accum_dim=padded),
-        FlashBwdFp16x3(padded, *tile, parts, arch, *switches, parts * elements * 2),
+        FlashBwdFp16x3(
+            *(padded, *tile, parts, arch, *switches, parts * elements * 2),
+            text=kind.features.text,
+        ),
     )
 
 
@@ -248,7 +253,7 @@ def _forward_tile(kind: Kind) -> Tile:
     """The built-in choice."""
     features, padded = kind.features, _padded(kind.head_dim)
     tiles = architecture(kind.capability).tiles
-    plain = not any(features.with_bool_mask.switches)
+    plain = not any((*features.with_bool_mask.switches, features.text))
     if padded == 64 and tiles == "large" and plain and not features.tf32:
         return FORWARD_TILE_PLAIN
     return FORWARD_TILES[tiles][padded]

@@ -85,6 +85,8 @@ class SplitInputsLaunch(AttentionLaunch):
         import cupy
 
         super().start(stream, params)
+        captures = params[self.captures_at : self.captures_end]
+        params = self.without_captures(params)
         for launch in self.after:
             launch.start(stream, params)
         argument = self.params.from_buffer_copy(params)
@@ -96,4 +98,4 @@ class SplitInputsLaunch(AttentionLaunch):
             )
         base.seqused_q, base.seqused_k = left.left_q, left.left_k
         for launch in self.fallback:
-            launch.start(stream, bytes(base))
+            launch.start(stream, launch.with_captures(bytes(base), captures))

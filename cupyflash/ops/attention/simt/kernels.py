@@ -64,9 +64,10 @@ def forward_kernel(kind: Kind) -> FlashFwdSimt:
     features, padded = kind.features, padded_head_dim(kind.head_dim)
     tile = (128, 64) if padded < 128 else (64, 128) if padded == 128 else (64, 64)
     several = features.softcap and features.alibi
-    if features.bias or features.dropout or several:  # they need registers
+    if features.bias or features.dropout or features.text or several:  # they need registers
         tile = (64, 64) if padded <= 128 else (64, 32)
-    return FlashFwdSimt(kind.dtype, padded, *tile, *features.with_bool_mask.switches)
+    switches = features.with_bool_mask.switches
+    return FlashFwdSimt(kind.dtype, padded, *tile, *switches, text=features.text)
 
 
 def backward_kernels(
@@ -78,11 +79,11 @@ def backward_kernels(
     switches = features.with_bool_mask.switches
     # Two accumulators of 64 keys x 128 columns leave no registers for the other tiles; those of 64
     # columns leave none for the weights that softcap and dropout keep.
-    widest = 32 if features.softcap or features.dropout else 64
+    widest = 32 if features.softcap or features.dropout or features.text else 64
     block_n = 64 if padded <= widest else 32
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
-        FlashBwdSimt(dtype, padded, block_n, *switches),
+        FlashBwdSimt(dtype, padded, block_n, *switches, text=features.text),
         FlashBwdPostprocessSimt(dtype, padded),
     )
 
@@ -92,7 +93,8 @@ def backward_head_dim(dtype: str, head_dim: int, features: Features) -> int:
     # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs, nor do
     # the weights that dropout keeps, or a softcap beside the conversions of a 16-bit dtype.
     crowded = features.bias or dtype != "float32"
-    narrowest = 64 if features.softcap and crowded or features.dropout else 32
+    softcap = features.softcap or features.text is not None  # it has a derivative, too
+    narrowest = 64 if softcap and crowded or features.dropout else 32
     return max(narrowest, padded_head_dim(head_dim))
 
 

@@ -143,7 +143,7 @@ def backward_tiles(features: Features, capability: Capability) -> Tiles:
 
     A tile of `BACKWARD_TILES_KEYS` has no num_stages.
     """
-    if features.bias or features.dropout:
+    if features.bias or features.dropout or features.text:
         return BACKWARD_TILES_BIAS[architecture(capability).tiles]
     tiles = BACKWARD_TILES[architecture(capability).tiles]
     if not (features.softcap or features.alibi):
@@ -160,7 +160,8 @@ def backward_kernels(kind: Kind, tile: Tile | None = None) -> tuple[KernelConfig
     block_m, block_n, num_warps, *num_stages = tile = tile or built_in_tile(kind)
     if num_stages:
         smem_bytes = 4 * ((block_n + num_stages[0] * block_m) * padded + block_m * block_n)
-        main = FlashBwdSm80(dtype, padded, *tile, arch, *features.switches, smem_bytes)
+        switches = (*features.switches, smem_bytes)
+        main = FlashBwdSm80(dtype, padded, *tile, arch, *switches, text=features.text)
     else:
         smem_bytes = 4 * (block_n + block_m) * padded + 2 * block_m * block_n + 8 * block_m
         main = FlashBwdKeysSm80(dtype, padded, *tile, arch, smem_bytes)

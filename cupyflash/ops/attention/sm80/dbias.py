@@ -56,7 +56,7 @@ def kernel(kind: Kind) -> FlashBwdDbiasSm80 | None:
     """The kernel of the gradient of a bias that all sequences share; None where there is none."""
     dtype, head_dim, features, capability = kind
     arch, padded = architecture(capability), padded_head_dim(head_dim)
-    plain = not (features.softcap or features.alibi or features.dropout)
+    plain = not features.changes_scores
     if dtype not in arch.mma_dtypes or padded > 64 or features.bias not in FLOATING or not plain:
         return None
     stage_bytes = 2 * sum(DBIAS_TILE[:2]) * padded * 2

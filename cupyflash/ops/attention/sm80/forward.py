@@ -104,15 +104,14 @@ class FlashFwdSm80(AttentionKernel):
 
 def takes_short_tiles(features: Features) -> bool:
     """Whether the forward has the smallest tiles; a bias apart, options need more registers."""
-    plain = not (features.softcap or features.alibi or features.dropout)
-    return features.one_tile and plain and features.bias < KEY_MASK
+    return features.one_tile and not features.changes_scores and features.bias < KEY_MASK
 
 
 def forward_tiles(features: Features, capability: Capability) -> Tiles:
     """Head dim: (block_m, block_n, num_warps), for every head dim of the forward."""
     if takes_short_tiles(features) and architecture(capability).tiles != "turing":
         return forward_tiles(features._replace(one_tile=False), capability) | FORWARD_TILES_SHORT
-    if features.bias or features.dropout:
+    if features.bias or features.dropout or features.text:
         tiles = FORWARD_TILES_BIAS[architecture(capability).tiles]
         narrower = features.softcap and tiles[32][1] == 96  # it would spill on Blackwell
         return tiles | {32: (128, 64, 4)} if narrower else tiles
@@ -132,7 +131,9 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm80:
     block_m, block_n, _ = tile = tile or built_in_tile(kind)
     smem_bytes = (block_m + 2 * block_n) * padded * 2
     arch = architecture(kind.capability).mma
-    return FlashFwdSm80(kind.dtype, padded, *tile, arch, *kind.features.switches, smem_bytes)
+    features = kind.features
+    switches = features.switches
+    return FlashFwdSm80(kind.dtype, padded, *tile, arch, *switches, smem_bytes, text=features.text)
 
 
 def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:

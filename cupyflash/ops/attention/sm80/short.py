@@ -40,7 +40,7 @@ class FlashBwdShortSm80(AttentionKernel):
 def supports(kind: Kind) -> bool:
     """Whether `kernel` takes such a problem."""
     features = kind.features
-    plain = not (features.softcap or features.alibi or features.dropout)
+    plain = not features.changes_scores
     fits = kind.head_dim <= (MAX_HEAD_DIM_BIAS if features.bias else max(HEAD_DIMS))
     fits = fits and features.bias < KEY_MASK and plain and features.one_pass
     card = architecture(kind.capability)

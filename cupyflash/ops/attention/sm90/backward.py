@@ -12,6 +12,7 @@ import functools
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Card
 from .. import sharing
+from ..fitting import fitting_tile
 from ..kernels import FlashBwdCombine, FlashBwdPreprocess, Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
@@ -77,7 +78,7 @@ def backward_kernels(kind: Kind, tile: Tile | None = None) -> tuple[KernelConfig
         main = _main_wide(dtype, padded, head_dim_v, tile, features.switches)
     return (
         FlashBwdPreprocess(dtype, accum_dim=padded),
-        main,
+        dataclasses.replace(main, text=features.text, tiles=features.mask_has_tiles),
         FlashBwdPostprocessSm90(dtype, padded),
         FlashBwdCombine(dtype, padded),
     )
@@ -92,14 +93,15 @@ def variants(main: MainKernel) -> tuple[MainKernel, ...]:
 
 def storing_dbias(main: MainKernel) -> MainKernel:
     """The same for a gradient of the bias that is dS; itself if it can only add to it."""
-    if isinstance(main, FlashBwdWideSm90) or main.bias != BIAS_BY_TMA[0] or main.softcap:
+    slopes = main.softcap or main.text  # then dS is not the gradient of the bias
+    if isinstance(main, FlashBwdWideSm90) or main.bias != BIAS_BY_TMA[0] or slopes:
         return main
     return dataclasses.replace(main, bias=STORED_GRADIENT)
 
 
 def can_take_heads(main: MainKernel) -> bool:
     """Whether the kernel has the variant `BwdHeadTile`: without options."""
-    options = main.softcap or main.alibi or main.bias or main.dropout
+    options = main.softcap or main.alibi or main.bias or main.dropout or main.text
     return isinstance(main, FlashBwdSm90) and not options
 
 
@@ -113,9 +115,14 @@ def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
+    if kind.features.text and tile is None:
+        mains = backward_candidates(kind)
+        tile = fitting_tile(mains, mains.__getitem__, kind.capability)
     preprocess, main, postprocess, combine = backward_kernels(kind, tile)
     if wanted.bias is not None and problem.bias_gradient_is_ds:
         main = storing_dbias(main)
+    if wanted.in_order:  # whose turn it is follows from the tiles of every row
+        main = dataclasses.replace(main, tiles=False)
     shares = group_shares(main, problem, card, wanted.in_order)
     accum_rows, in_turns = None, wanted.in_order
     if takes_heads(main, problem, card, shares):  # each block adds up dq alone, in order of keys
@@ -228,6 +235,7 @@ def _rows_of_blocks(main: MainKernel, problem: Problem, card: Card, shares: int)
 def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
     """The head dim of the kernel, and the built-in tile: of wide heads with its ``groups``."""
     softcap, alibi, bias, dropout = features.switches
+    softcap = softcap or features.text is not None  # its slope takes the same registers
     narrow = narrow_head_dim(head_dim, features)
     if narrow:
         return narrow, NARROW_V_TILES[narrow, features.head_dim_v]

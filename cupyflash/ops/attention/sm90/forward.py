@@ -6,6 +6,7 @@ import functools
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Card
 from .. import few_tiles
+from ..fitting import fitting_tile
 from ..kernels import Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, forward_pass
@@ -60,6 +61,8 @@ FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # But not one that TMA loads, whose tiles have a place in shared memory: the low ones serve. Pair
 # biases of small heads are faster on 192 queries, unless these have more padding or a mask.
 FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
+# The rows of keys of the last tile that is tried for a text, which may need many registers.
+TEXT_KEYS = 64
 # One key tile for as few keys as the tokens of a text (77).
 FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
 # The others that `python -m cupyflash tune` tries.
@@ -100,7 +103,9 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
     if bias in BIAS_BY_TMA:
         stages = 2 if padded <= 64 else 1
         smem_bytes += stages * block_m * shared_columns(block_n) * 2
-    return FlashFwdSm90(dtype, padded, head_dim_v, *tile, *switches, False, smem_bytes)
+    sizes = (padded, head_dim_v, *tile)
+    of_text = {"text": features.text, "tiles": features.mask_has_tiles}
+    return FlashFwdSm90(dtype, *sizes, *switches, False, smem_bytes, **of_text)
 
 
 def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
@@ -111,6 +116,9 @@ def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launch of the forward pass; where tiles are few, blocks may share the keys of each."""
+    if kind.features.text and tile is None:
+        kernel_of = functools.partial(forward_kernel, kind)
+        tile = fitting_tile(text_tiles(kind), kernel_of, kind.capability)
     mains = [forward_kernel(kind, x) for x in ([tile] if tile else _built_in_tiles(kind))]
     main, splits = few_tiles.choose(mains, problem, card)
     launch = functools.partial(PersistentLaunch, card=card)
@@ -148,6 +156,14 @@ def _built_in_tiles(kind: Kind) -> tuple[Tile, ...]:
     return (tile, *((rows, *rest) for rows in smaller))
 
 
+def text_tiles(kind: Kind) -> tuple[Tile, ...]:
+    """The tiles that a kernel with a text may have: the built-in one, then smaller ones."""
+    padded, built_in = _built_in(kind)
+    block_m, _, *stages = FORWARD_TILES_BIAS[padded]
+    tiles = (built_in, FORWARD_TILES_BIAS[padded], (block_m, TEXT_KEYS, *stages))
+    return tuple(dict.fromkeys(tiles))
+
+
 def _built_in(kind: Kind) -> tuple[int, Tile]:
     """The head dim of the forward kernel, and the built-in tile."""
     _, head_dim, features, _ = kind
@@ -161,8 +177,7 @@ def _built_in(kind: Kind) -> tuple[int, Tile]:
 
 def _is_plain(features: Features) -> bool:
     """Whether the scores have no option but perhaps a key mask, which takes few registers."""
-    softcap, alibi, bias, dropout = features.switches
-    return not (softcap or alibi or dropout) and bias in (0, KEY_MASK)
+    return not features.changes_scores and features.bias in (0, KEY_MASK)
 
 
 def _forward_tile(padded: int, features: Features) -> Tile:
@@ -174,10 +189,11 @@ def _forward_tile(padded: int, features: Features) -> Tile:
     fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
     if not _is_plain(features):
         several = features.dropout or (features.softcap and (features.alibi or bias))
+        several = several or features.text
         tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
     elif masked or fits:
         tile = FORWARD_TILES_LOW[padded]
-    if features.few_keys and not any(switches):
+    if features.few_keys and not any(switches) and not features.text:
         tile = FORWARD_TILES_FEW_KEYS.get(padded, tile)
     if bias in BIAS_BY_TMA:
         low = features.masked or features.fits_128

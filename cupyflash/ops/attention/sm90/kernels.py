@@ -205,15 +205,16 @@ SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
 
 def narrow_head_dim(head_dim: int, features: Features) -> int | None:
     """The head dim of the kernels that take v as narrow as it is, or None."""
-    if any(features.switches):
+    if any(features.switches) or features.text:
         return None
     found = (size for size, v in NARROW_V if v == features.head_dim_v and v < head_dim <= size)
     return next(found, None)
 
 
 def bias_kind(features: Features) -> int:
-    """The kind of bias of kernels that have TMA load it where it can."""
-    return BIAS_BY_TMA[features.bias >= KEY_MASK] if features.bias_by_tma else features.bias
+    """The kind of bias of kernels that have TMA load it where it can, not beside a text."""
+    by_tma = features.bias_by_tma and not features.text
+    return BIAS_BY_TMA[features.bias >= KEY_MASK] if by_tma else features.bias
 
 
 def shared_columns(width: int) -> int:

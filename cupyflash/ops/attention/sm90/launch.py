@@ -48,6 +48,7 @@ class PersistentLaunch(AttentionLaunch):
         tiles = num_tiles(config, problem, params.shape.group_shares) * splits
         blocks = min(tiles, card.multiprocessors)
         Launch.__init__(self, config, problem.device, blocks, params)
+        self.find_captures(config)
         names = call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
         columns = min(BOX_COLUMNS, shared_columns(config.head_dim))
@@ -142,7 +143,7 @@ class SplitLaunch(PersistentLaunch):
     def start(self, stream: Any, params: bytes) -> None:
         super().start(stream, params)
         with dependent_launches():  # it reads what the kernel before it has left, and no more
-            self.combine.start(stream, params)
+            self.combine.start(stream, self.without_captures(params))
 
 
 def num_tiles(config: KernelConfig, problem: Problem, shares: int) -> int:

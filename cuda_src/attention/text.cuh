@@ -1,0 +1,43 @@
+// A score or a mask of the caller's own, as text. The program of a kernel that has one begins with
+// it: the macros below, the struct of its captures, and the functions that are declared here. The
+// host writes that (score_text/). A kernel without a text takes the same steps as if nothing were
+// here.
+//
+//   score  a function of the score, scale * S, of the sequence, the query head and the positions of
+//          query and key within the sequence. N is float, or in the backward Dual (text/dual.cuh),
+//          which carries the derivative. A score of -INF masks.
+//   mask   whether the query sees the key
+#pragma once
+#include "text/captures.cuh"
+#include "text/dual.cuh"
+#include "text/tile_bits.cuh"
+
+#ifdef USER_SCORE
+struct Captures;
+#else
+#define USER_SCORE false
+#define USER_MASK false
+struct Captures {};  // a base class of no bytes
+#endif
+// Whether the kernel knows which tiles the mask leaves empty, or full. Then its arguments begin
+// with their bits.
+#ifdef USER_TILES
+constexpr bool HAS_MASK_TILES = true;
+using MaskTiles = MaskTileBits;
+#else
+constexpr bool HAS_MASK_TILES = false;
+struct MaskTiles {};
+#endif
+constexpr bool HAS_USER_SCORE = USER_SCORE;
+constexpr bool HAS_USER_MASK = USER_MASK;
+
+// What no text defines is declared for the branches that are not compiled then.
+namespace text {
+#if !USER_SCORE
+template <class N>
+__device__ N user_score(N score, int batch, int head, int query, int key, const Captures& captures);
+#endif
+#if !USER_MASK
+__device__ bool user_mask(int batch, int head, int query, int key, const Captures& captures);
+#endif
+}  // namespace text

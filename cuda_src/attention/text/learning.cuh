@@ -1,0 +1,60 @@
+// Captures that learn: their gradients are sums of dS * (derivative of the score by what was read).
+// The text is evaluated with Duals whose derivative is that by one of its reads.
+#pragma once
+#include "../../ptx/atomics.cuh"
+#include "captures.cuh"
+#include "dual.cuh"
+
+// Takes the place of Capture in a text. The read number `seed` of this capture gets the derivative
+// 1, and leaves the address of its gradient; all others have the derivative 0.
+template <typename T, int RANK>
+struct LearningCapture {
+  static constexpr int AXES = RANK > 0 ? RANK : 1;
+  const T* data;
+  int strides[2 * AXES];
+  float* gradient;
+  int gradient_strides[2 * AXES];
+  // Of one evaluation, in a copy.
+  mutable int seed;
+  mutable int reads;
+  mutable float* read;
+
+  __device__ __forceinline__ void start(int seeded) const {
+    seed = seeded;
+    reads = 0;
+    read = gradient;
+  }
+
+  template <class... Index>
+  __device__ __forceinline__ text::Dual operator()(Index... index) const {
+    static_assert(sizeof...(Index) == RANK, "a capture must have as many indices as axes");
+    static_assert((IS_INDEX<Index> && ...), "the indices of a capture must be integers");
+    int64_t from = 0, to = 0;
+    int axis = 0;
+    ((from += int64_t(int(index)) * strides[2 * axis],
+      to += int64_t(int(index)) * gradient_strides[2 * axis], ++axis),
+     ...);
+    const bool seeded = reads++ == seed;
+    if (seeded) read = gradient + to;
+    return text::Dual(captured(data[from]), seeded ? 1.f : 0.f);
+  }
+};
+
+// The sum of a thread for the element that it has read last. A slope of a head, or a table at its
+// ends, is read many times in a row.
+struct GradientSum {
+  float* to = nullptr;
+  float sum = 0.f;
+
+  __device__ __forceinline__ void add(float* address, float x) {
+    if (address != to) {
+      flush();
+      to = address;
+      sum = 0.f;
+    }
+    sum += x;
+  }
+  __device__ __forceinline__ void flush() const {
+    if (to) red_add(to, sum);
+  }
+};

@@ -1,0 +1,60 @@
+// Two bits for each tile of a mask that a caller has written: "some" query of the tile sees some
+// key of it, and "all" see all. mask_tiles.cu finds them. The kernels walk over the tiles with the
+// first bit, and apply the mask where the second is missing.
+#pragma once
+#include "../../common/types.cuh"
+
+// The bits in memory, in front of the captures: for each sequence and row of tiles `words` words of
+// "some" and as many of "all". A row has the key tiles of a query tile, or the query tiles of a key
+// tile in the backward.
+struct MaskTileBits {
+  const uint32_t* bits;
+  int64_t batch_stride;  // in words
+  int words;
+  uint8_t padding[44];  // 64 bytes in all
+};
+
+// A row of tiles, as the record of a block's tile has it.
+struct TileRow {
+  const uint32_t* some;
+  int words;
+
+  // Params is the argument of the kernel, which begins with a MaskTileBits.
+  template <class Params>
+  __device__ void locate(const Params& params, int batch, int row) {
+    const MaskTileBits& tiles = reinterpret_cast<const MaskTileBits&>(params);
+    words = tiles.words;
+    some = tiles.bits + batch * tiles.batch_stride + int64_t(row) * 2 * words;
+  }
+
+  // The last tile up to this one that has the bit "some", or -1.
+  __device__ int last_up_to(int tile) const {
+    if (tile < 0) return -1;
+    int word = tile / 32;
+    uint32_t bits = some[word] & 0xffffffffu >> (31 - tile % 32);
+    while (bits == 0) {
+      if (--word < 0) return -1;
+      bits = some[word];
+    }
+    return word * 32 + 31 - __clz(bits);
+  }
+
+  // The first tile from this one on that has it, or `end`.
+  __device__ int first_from(int tile, int end) const {
+    for (; tile < end; ++tile) {
+      const uint32_t bits = some[tile / 32] >> tile % 32;
+      if (bits & 1) return tile;
+      if (bits == 0) tile |= 31;  // no more in this word
+    }
+    return end;
+  }
+
+  __device__ bool is_full(int tile) const { return some[words + tile / 32] >> tile % 32 & 1; }
+
+  // Leaves only what lies between the first and the last tile with the bit "some".
+  template <class Range>
+  __device__ void tighten(Range& range) const {
+    range.end = last_up_to(range.end - 1) + 1;
+    range.begin = range.begin < range.end ? first_from(range.begin, range.end) : range.end;
+  }
+};

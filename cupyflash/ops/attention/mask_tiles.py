@@ -1,0 +1,86 @@
+"""The launch before all others of a pass whose kernels skip what the mask of a text hides.
+
+It evaluates the mask once for each of its elements and leaves two bits for each tile of the main
+kernel (``cuda_src/attention/text/tile_bits.cuh``).
+"""
+
+import dataclasses
+import struct
+from typing import Any, ClassVar
+
+from ...runtime.array import Array
+from ...runtime.config import KernelConfig
+from ...runtime.structs import header
+from .kernels import AttentionKernel
+from .launching import AttentionLaunch
+from .options import NO_EXTRAS
+from .problem import Problem
+from .score_text.tiles import FoundTiles
+
+structs = header("attention/text/mask_tiles.cu")
+pack_bits = struct.Struct("Qqi44x").pack  # MaskTileBits of tile_bits.cuh
+LENGTHS = [
+    NO_EXTRAS._fields.index(x) for x in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+]
+NO_LENGTHS = (0,) * len(LENGTHS)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskTilesKernel(AttentionKernel):
+    """A block finds the bits of 32 tiles.
+
+    Attributes:
+        by_keys: the tiles of a row have the same keys, else the same queries.
+    """
+
+    source: ClassVar[str] = "attention/text/mask_tiles.cu"
+
+    block_m: int
+    block_n: int
+    by_keys: bool
+    num_warps: int = 8
+
+
+class MaskTilesLaunch:
+    """Finds the bits of the mask of one problem, for the tiles of a kernel."""
+
+    def __init__(self, problem: Problem, main: KernelConfig) -> None:
+        shape, by_keys = problem.shape, main.tiles_of == "k"
+        config = MaskTilesKernel(main.block_m, main.block_n, by_keys, text=problem.text)
+        tiles = (-(-shape.seqlen_q // main.block_m), -(-shape.seqlen_k // main.block_n))
+        rows, columns = reversed(tiles) if by_keys else tiles
+        words = -(-columns // 32)
+        self.size = shape.batch * rows * 2 * words
+        self.key = (config, problem.device, shape.batch, shape.seqlen_q, shape.seqlen_k)
+        self.rest = (rows * 2 * words, words)
+        params = structs.MaskTilesParams(shape=shape, rows=rows, words=words)
+        self.launch = AttentionLaunch.on_grid(
+            config, problem.device, shape.batch * rows * words, params
+        )
+
+    def __call__(
+        self,
+        library: Any,
+        stream: Any,
+        like: Array,
+        extras: list[int],
+        captures: bytes,
+        found: FoundTiles | None,
+    ) -> tuple[Array, bytes]:
+        """Writes the bits, unless they are ``found``.
+
+        Returns:
+            Their memory, which the caller holds until the last launch that reads it, and what the
+            kernels get in front of the captures.
+        """
+        if found is not None and self.key in found.of_kernel:
+            return found.of_kernel[self.key]
+        memory = library.empty_float32((self.size,), like)
+        bits = library.pointer(memory)
+        lengths = [extras[x] for x in LENGTHS] if extras else NO_LENGTHS
+        argument = self.launch.argument(bits, *lengths)
+        self.launch.start(stream, self.launch.with_captures(argument, captures))
+        result = memory, pack_bits(bits, *self.rest)
+        if found is not None:
+            found.of_kernel[self.key] = result
+        return result

@@ -1,0 +1,229 @@
+"""Scores and masks as texts in kernels that run on the CPU, against float64 (test_score_texts.py).
+
+``python tests/backends/emulated_scores.py FOLDER BACKEND``; kernels are compiled into the folder.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import emulator
+import torch
+from score_texts import Case, cases
+
+from cupyflash import environment
+from cupyflash.ops.attention.checks import check
+from cupyflash.ops.attention.mask_tiles import FoundTiles
+from cupyflash.ops.attention.options import NO_EXTRAS, Options
+from cupyflash.ops.attention.plan import backward_plan, forward_plan
+from cupyflash.runtime.lookup import library_of
+from cupyflash.testing import Expected, Inputs, Result, make_inputs, make_varlen_inputs
+from cupyflash.testing import expected as reference
+
+
+def run(case: Case, inputs: Inputs, *, deterministic: str = "", found=None, **options) -> dict:
+    """The results of both passes by name; `options` are `Options`, and arrays of `Extras`.
+
+    Args:
+        found: `FoundTiles` of the mask.
+    """
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    library = library_of(q)
+    extras = {name: options.pop(name) for name in NO_EXTRAS._fields if name in options}
+    plain = Options(**options)
+    captures = list(case.arrays.values())
+    views = {name: library.view(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    pointers = [library.pointer(extras[x]) if x in extras else 0 for x in NO_EXTRAS._fields]
+    pointers += [library.pointer(x) if isinstance(x, torch.Tensor) else x for x in captures]
+    pointers += [] if found is None else [found]
+
+    def problem_of(**tensors):
+        found = check(
+            "attention",
+            views | {name: library.view(x) for name, x in tensors.items()},
+            plain,
+            {name: library.view(x) for name, x in extras.items()},
+        )
+        of = tuple(library.view(x) if isinstance(x, torch.Tensor) else None for x in captures)
+        return dataclasses.replace(found, text=case.text, captures=of)
+
+    plan = forward_plan("attention", problem_of(), library, views["q"], plain)
+    out, lse = plan(q, [*map(library.pointer, (q, k, v)), *pointers], True)
+    problem = problem_of(dout=dout, out=out)
+    plan = backward_plan("attention", problem, library, views, plain, deterministic, False)
+    addresses = [library.pointer(x) for x in (dout, q, k, v, out, lse)]
+    dq, dk, dv, _, dsinks, *learned = plan(q, k, v, [*addresses, 0, *pointers])
+    results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    named = zip(case.arrays, learned)
+    results |= {f"d{name}": x for name, x in named if x is not None}
+    return results | ({} if dsinks is None else {"dsinks": dsinks})
+
+
+def by_torch(case: Case, inputs: Inputs, dtype: torch.dtype, *, causal=False, sinks=None) -> dict:
+    """The same by torch's autograd, in this dtype; the softmax in float32 or better."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    batch, queries, heads, head_dim = q.shape
+    keys, group = k.shape[1], heads // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * head_dim**-0.5
+    place = torch.meshgrid(*map(torch.arange, (batch, heads, queries, keys)), indexing="ij")
+    captures = {}
+    if case.score:
+        floats = (torch.float32, torch.float16)
+        arrays = {
+            name: x.to(dtype, copy=True) if isinstance(x, torch.Tensor) and x.dtype in floats else x
+            for name, x in case.arrays.items()
+        }
+        captures = {x.name: arrays[x.name] for x in case.text.captures if x.learns}
+        for x in captures.values():
+            x.requires_grad_()
+        scores = case.score(scores, *place, arrays)
+    seen = torch.ones(scores.shape, dtype=torch.bool)
+    if case.mask:
+        seen = case.mask(*place, case.arrays)
+    if causal:
+        seen = seen & (place[3] <= place[2] + keys - queries)
+    scores = torch.where(seen, scores, -float("inf")).to(wide)
+    learned = [q, k, v]
+    if sinks is None:
+        lse = torch.logsumexp(scores, -1)
+    else:
+        sinks = sinks.detach().to(wide, copy=True).requires_grad_()
+        learned.append(sinks)
+        column = sinks[None, :, None, None].expand(batch, heads, queries, 1)
+        lse = torch.logsumexp(torch.cat([scores, column], -1), -1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0, lse)[..., None]).to(dtype)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(group, 2))
+    names = [*("dq", "dk", "dv", "dsinks")[: len(learned)], *(f"d{x}" for x in captures)]
+    learned += captures.values()
+    gradients = torch.autograd.grad(out, learned, inputs.dout.to(dtype))
+    found = {"out": out, "lse": lse, **dict(zip(names, gradients))}
+    return {name: x.detach() for name, x in found.items()}
+
+
+def expected(case: Case, inputs: Inputs, **options) -> Expected:
+    """Float64, and the dtype of the inputs as the yardstick."""
+    exact = by_torch(case, inputs, torch.float64, **options)
+    yardstick = by_torch(case, inputs, inputs.q.dtype, **options)
+    size = inputs.q.shape[-1] ** 0.5 * max(inputs.q.shape[1], inputs.k.shape[1]) ** 0.5
+    dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), inputs.dtype)
+    results = {}
+    for name, x in exact.items():
+        rounded = None if name in ("lse", "dsinks") else inputs.dtype
+        dtype = dtypes.get(name, "float32")
+        results[name] = Result(x, yardstick[name], dtype, size, rounded)
+    return Expected(results)
+
+
+def check_case(folder: Path, name: str, case: Case, inputs: Inputs, backend: str, **options):
+    with emulator.hopper(folder) as launched, environment.override(backend=backend):
+        results = run(case, inputs, **options)
+    print(f"{name}, {inputs.dtype}, {tuple(inputs.q.shape)}, {options}: {', '.join(launched)}")
+    expected(case, inputs, **options).check(**results)
+
+
+def problems(backend: str):
+    """(inputs, options) that the texts take in turn."""
+    half = ("bfloat16", "float16")
+    dtypes = {"simt": ("float32", *half), "fp16x3": ("float32",)}.get(backend, half)
+    lengths = {"batch": 2, "seqlen_q": 150, "seqlen_k": 330}
+    for number, (head_dim, heads) in enumerate(((64, (2, 1)), (128, (2, 2)), (40, (3, 1)))):
+        shape = lengths | {"heads_q": heads[0], "heads_kv": heads[1], "head_dim": head_dim}
+        inputs = make_inputs("torch", dtypes[number % len(dtypes)], **shape)
+        yield inputs, {"causal": True} if number == 1 else {}
+    shape = {"batch": 1, "seqlen_q": 100, "seqlen_k": 100, "heads_q": 2, "head_dim": 256}
+    yield make_inputs("torch", dtypes[0], **shape), {"sinks": torch.tensor([0.7, -0.4])}
+
+
+def check_texts(folder: Path, backend: str) -> None:
+    """Every text at one problem, every problem with a text."""
+    of = list(problems(backend))
+    for number in range(len(cases(1, 1, 1))):
+        inputs, options = of[number % len(of)]
+        if inputs.q.shape[-1] == 256 and backend == "fp16x3":  # too wide for its options
+            continue
+        shape = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
+        name, case = list(cases(*shape).items())[number]
+        check_case(folder, name, case, inputs, backend, **options)
+
+
+def check_beside_options(folder: Path, backend: str) -> None:
+    """Texts that stand for an option, beside others: the same results as the option."""
+    dtype = "float32" if backend == "fp16x3" else "bfloat16"
+    text = cases(2, 200, 300)
+
+    def check(name, inputs, options, given, right, kernel=""):
+        with emulator.hopper(folder) as launched, environment.override(backend=backend):
+            results = run(text[name], inputs, **options, **given)
+        print(f"{name}, {inputs.dtype}, {[*options, *given]}: {', '.join(launched)}")
+        assert kernel in launched or not kernel
+        seed = {"dropout_seed": 5} if "dropout_p" in options else {}
+        options.pop("deterministic", "")
+        inputs_only = {x: y for x, y in options.items() if x not in ("layout", "max_seqlens")}
+        reference(inputs, **inputs_only, **right, **seed).check(**results)
+
+    inputs = make_inputs("torch", dtype, batch=1, seqlen_q=150, seqlen_k=300, heads_q=2)
+    bias = torch.randn((1, 2, 150, 300), generator=torch.Generator().manual_seed(3)).to(inputs.q)
+    options = {"window": (200, 40), "dropout_p": 0.2}
+    seed = torch.tensor([5])
+    right = {"softcap": 5.0}
+    check("softcap", inputs, options, {"dropout_seed": seed}, right)
+    check("softcap", inputs, {"deterministic": "error"}, {"bias": bias}, right | {"bias": bias})
+    packed = make_varlen_inputs("torch", dtype, [130, 1, 70], heads_q=2, head_dim=64)
+    lengths = {"layout": "thd", "max_seqlens": (130, 130)}
+    ends = {"cu_seqlens_q": packed.cu_seqlens_q, "cu_seqlens_k": packed.cu_seqlens_k}
+    slopes = {"alibi_slopes": text["alibi"].arrays["slopes"]}
+    check("alibi", packed, {"causal": True} | lengths, ends, slopes)
+    check("causal", packed, lengths, ends, {"causal": True})
+    if backend == "sm90":  # so few queries that blocks share their keys
+        inputs = make_inputs("torch", dtype, batch=1, seqlen_q=60, seqlen_k=1200, heads_q=1)
+        check("softcap", inputs, {}, {}, right, kernel="flash_fwd_combine_sm90")
+
+
+def check_tiles(folder: Path) -> None:
+    """Tiles that the mask hides are not read, and their bits are found once."""
+    inputs = make_inputs("torch", "float16", batch=2, seqlen_q=300, seqlen_k=700, heads_q=2)
+    for name in ("documents", "causal"):
+        case, found = cases(2, 300, 700)[name], FoundTiles()
+        seen = case.mask(
+            *torch.meshgrid(*map(torch.arange, (1, 1, 300, 700)), indexing="ij"), case.arrays
+        )
+        last = int(seen.any(2).nonzero()[-1, -1])
+        right = expected(case, inputs)
+        inputs.k[:, last // 128 * 128 + 128 :] = inputs.v[:, last // 128 * 128 + 128 :] = torch.nan
+        for tiles in (["mask_tiles"], []):
+            with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+                results = run(case, inputs, found=found)
+            print(f"tiles of {name}: {', '.join(launched)}")
+            assert launched[: len(tiles) + 1] == [*tiles, "flash_fwd_sm90"]
+            assert launched.count("mask_tiles") == 2 * len(tiles)
+            right.check(**results)
+        inputs.k.nan_to_num_(), inputs.v.nan_to_num_()
+    # Without the tiles, where blocks add in turns.
+    with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+        results = run(case, inputs, deterministic="error")
+    assert launched.count("mask_tiles") == 1
+    expected(case, inputs).check(**results)
+
+
+def check_gradients_of_captures(folder: Path) -> None:
+    """Of a slope of heads, a table, gates of two reads, and a strided bias beside a mask."""
+    inputs = make_inputs("torch", "bfloat16", batch=2, seqlen_q=150, seqlen_k=230, heads_q=2)
+    shared = make_inputs(
+        "torch", "float16", batch=1, seqlen_q=90, seqlen_k=130, heads_q=4, heads_kv=2, head_dim=128
+    )
+    for number, name in enumerate(("alibi", "table", "gate", "both")):
+        of = (inputs, shared)[number % 2]
+        case = cases(of.q.shape[2], of.q.shape[1], of.k.shape[1])[name]
+        learning = tuple(x._replace(learns=x.rank > 0) for x in case.text.captures)
+        case = case._replace(text=case.text._replace(captures=learning))
+        check_case(folder, f"gradients of {name}", case, of, "sm90", causal=number == 1)
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    check_texts(Path(sys.argv[1]), sys.argv[2])
+    check_beside_options(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[2] == "sm90":
+        check_tiles(Path(sys.argv[1]))
+        check_gradients_of_captures(Path(sys.argv[1]))

@@ -1,0 +1,153 @@
+"""Texts of scores and masks in the kernels: their results, emulated, and their registers."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulator import COMPILER
+from places import PYTHONPATH, SUPPORT
+from problems import problem_of, view
+from targets import has
+from tiny_kernel import needs_nvrtc
+
+from cupyflash import jit
+from cupyflash.jit import compiler
+from cupyflash.ops.attention.backends import BACKENDS, choose
+from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
+from cupyflash.ops.attention.kind import Access, Features, Kind
+from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
+from cupyflash.ops.attention.passes import Pass, Wanted
+from cupyflash.ops.attention.sm80 import capture_gradients
+from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
+
+needs_torch = pytest.mark.skipif(not has("torch"), reason="needs torch")
+HERE = Path(__file__).parent
+TEXTS = ("alibi", "softcap", "table", "documents", "gate", "causal")
+ARCHITECTURES = {(7, 5): "sm80", (8, 0): "sm80", (9, 0): "sm90", (10, 0): "sm80", (12, 0): "sm80"}
+
+
+@pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results(backend, tmp_path):
+    """Against float64, in a process that takes itself for one with a Hopper GPU."""
+    path = os.pathsep.join((PYTHONPATH, str(SUPPORT)))
+    variables = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
+    command = [sys.executable, str(HERE / "emulated_scores.py"), str(tmp_path), backend]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=900
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+
+
+def text_of(name):
+    from score_texts import cases
+
+    return cases(4, 64, 64)[name].text
+
+
+def main_kernels(backend, kind):
+    """The kernels of both passes that have the text."""
+    if backend == "sm90":
+        kernel_of = functools.partial(forward_kernel, kind)
+        yield kernel_of(fitting_tile(text_tiles(kind), kernel_of, kind.capability))
+        mains = BACKENDS[backend].backward_candidates(kind)
+        yield mains[fitting_tile(mains, mains.__getitem__, kind.capability)]
+        return
+    for backward in (False, True):
+        kernels = BACKENDS[backend].kernels(kind, backward=backward)
+        yield from (x for x in kernels if getattr(x, "text", None))
+
+
+@needs_nvrtc
+@needs_torch
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=jit.arch_of)
+@pytest.mark.parametrize("name", TEXTS)
+def test_registers(name, capability):
+    """No text of the list has more than a few registers in local memory, in any pass."""
+    if capability[0] * 10 + capability[1] not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
+    dtype = "float16" if capability == (7, 5) else "bfloat16"
+    kind = Kind(dtype, 128, Features(text=text_of(name)), capability)
+    found = [
+        jit.build(x, jit.arch_of(capability)) for x in main_kernels(ARCHITECTURES[capability], kind)
+    ]
+    assert len(found) == 2
+    assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
+
+
+@needs_nvrtc
+@needs_torch
+@pytest.mark.parametrize("capability", ARCHITECTURES, ids=jit.arch_of)
+def test_registers_of_other_kernels(capability):
+    """Those of the gradients of captures, and those that find the tiles of a mask."""
+    if capability[0] * 10 + capability[1] not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
+    dtype = "float16" if capability == (7, 5) else "bfloat16"
+    configs = [MaskTilesKernel(128, 128, True, text=text_of("documents"))]
+    for name, head_dim in (("alibi", 192), ("table", 128), ("gate", 64)):
+        text = text_of(name)
+        learning = tuple(x._replace(learns=True) for x in text.captures)
+        features = Features(text=text._replace(captures=learning))
+        configs.append(capture_gradients.kernel(Kind(dtype, head_dim, features, capability)))
+    assert None not in configs
+    found = [jit.build(x, jit.arch_of(capability)) for x in configs]
+    assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
+
+
+@needs_nvrtc
+@needs_torch
+def test_errors_point_into_the_text():
+    text = text_of("alibi")._replace(score="score - slope(head)")
+    config = next(main_kernels("simt", Kind("float32", 64, Features(text=text), (8, 0))))
+    with pytest.raises(jit.CompileError) as error:
+        compiler.compile_kernel(config, "sm_80")
+    assert 'text(1): error: identifier "slope" is undefined' in error.value.log
+
+
+@needs_torch
+def test_text_is_in_the_key():
+    """Kernels of two texts differ in the cache, those of two captures of one text do not."""
+    first, second = (
+        next(main_kernels("simt", Kind("float32", 64, Features(text=text_of(x)), (8, 0))))
+        for x in ("alibi", "table")
+    )
+    plain = next(BACKENDS["simt"].kernels(Kind("float32", 64, Features(), (8, 0)), backward=False))
+    assert first.expression == second.expression
+    stubs = {compiler.stub(x) for x in (first, second, plain)}
+    assert len(stubs) == 3 and "user_score" not in compiler.stub(plain)
+    assert first.argument_size == plain.argument_size + 64
+
+
+@needs_torch
+@pytest.mark.parametrize("option", ["softcap", "alibi"])
+def test_options_that_a_score_replaces(option):
+    """A mask goes with both."""
+    of_mask = Features(text=text_of("causal"), **{option: True})
+    kind = Kind("float16", 64, of_mask, (8, 0))
+    assert choose("attention", kind, Access.TENSOR_MAP, backward=False) == "sm80"
+    kind = kind._replace(features=of_mask._replace(text=text_of("table")))
+    with pytest.raises(NotImplementedError, match=f"write them into it, got {option}"):
+        choose("attention", kind, Access.TENSOR_MAP, backward=False)
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    "dtype, deterministic, got",
+    [("float32", "", "float32, head_dim 64"), ("float16", "error", "deterministic=True")],
+)
+def test_gradients_of_captures_that_are_not_built(dtype, deterministic, got):
+    text = text_of("alibi")
+    learning = text._replace(captures=(text.captures[0]._replace(learns=True),))
+    problem = problem_of(1, (2, 2), 64, 64, 64)
+    problem = dataclasses.replace(
+        problem, dtype=dtype, text=learning, captures=(view(2, dtype="float32"),)
+    )
+    wanted = Wanted({}, in_order=bool(deterministic))
+    call = (Pass(()), "attention_backward", problem, problem.kind((9, 0)), wanted, deterministic)
+    with pytest.raises(NotImplementedError, match=f"^attention_backward: .*, got {got}$"):
+        capture_gradients.added(*call)
