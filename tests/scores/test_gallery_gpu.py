@@ -44,7 +44,7 @@ def test_long_masks(target):
         "by head": lambda of: lambda b, h, q, k: (q >= k) | (h % 2 == 0),
         "nothing": lambda of: lambda b, h, q, k: q < 0,
     }
-    for i, (name, mask) in enumerate(masks.items()):
+    for i, mask in enumerate(masks.values()):
         dtype = target.dtypes[i % len(target.dtypes)]
         inputs = target.inputs(
             dtype, batch=1, seqlen_q=length, seqlen_k=length, heads_q=4, heads_kv=2,
