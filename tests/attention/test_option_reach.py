@@ -21,7 +21,8 @@ from places import PYTHONPATH
 import cupyflash
 from cupyflash import environment, jit
 from cupyflash.ops.attention import dispatch
-from cupyflash.ops.attention.options import Extras, Options, caller_name
+from cupyflash.ops.attention.names import caller_name
+from cupyflash.ops.attention.options import Extras, Options
 from cupyflash.ops.attention.score_text import Text
 from cupyflash.runtime.lookup import library_of
 

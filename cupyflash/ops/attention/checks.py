@@ -15,7 +15,8 @@ from ...runtime.checks import callers_level
 from ...runtime.philox import SEED_ARRAY, dropout_scale, dropout_threshold
 from ...runtime.specs import Spec, check_views
 from ...runtime.structs import header
-from .options import RULES, Options, caller_name
+from .names import caller_name
+from .options import RULES, Options
 from .problem import ExtraFacts, Problem, bias_strides, canonical_strides, kernel_head_dim
 from .score_text.checks import check_text
 

@@ -16,6 +16,7 @@ from ...runtime.operation import Carried, Plans
 from . import backends, cpu
 from .checks import check, check_bias_gradient, check_lse
 from .lengths import check_lengths
+from .names import caller_name
 from .options import (
     BIAS,
     DETERMINISTIC,
@@ -26,7 +27,6 @@ from .options import (
     Extras,
     Gradients,
     Options,
-    caller_name,
     text_of,
 )
 from .padding import Padding

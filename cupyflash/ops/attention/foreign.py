@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from ...runtime.checks import short
-from .options import Extras, Options, caller_name
+from .names import caller_name
+from .options import Extras, Options
 
 Function = TypeVar("Function", bound=Callable)
 

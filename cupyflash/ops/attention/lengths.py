@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from .options import caller_name
+from .names import caller_name
 from .problem import Problem
 
 

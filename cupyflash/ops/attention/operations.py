@@ -2,7 +2,8 @@
 
 from ...runtime.operation import Operation, TorchSide
 from .dispatch import backward, forward
-from .options import Extras, caller_name
+from .names import caller_name
+from .options import Extras
 from .preparation import BACKWARD_TENSORS, TENSORS
 
 

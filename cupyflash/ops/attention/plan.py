@@ -18,7 +18,8 @@ from . import tuning
 from .backends import BACKENDS, Backend, choose
 from .kernels import Tile
 from .kind import Kind
-from .options import BIAS, KEY_MASK, Options, caller_name
+from .names import caller_name
+from .options import BIAS, KEY_MASK, Options
 from .passes import Pass, Wanted
 from .problem import Problem, bias_strides, canonical_strides
 from .sm80 import capture_gradients

@@ -8,7 +8,8 @@ from ...runtime.array import Array
 from ...runtime.philox import is_number, seed_array
 from ...runtime.specs import require_library
 from .checks import EXTRAS
-from .options import DROPOUT_P, DROPOUT_SEED, NUM_EXTRAS, SLOPES, Extras, caller_name, text_of
+from .names import caller_name
+from .options import DROPOUT_P, DROPOUT_SEED, NUM_EXTRAS, SLOPES, Extras, text_of
 
 TENSORS = ("q", "k", "v")
 BACKWARD_TENSORS = ("dout", "q", "k", "v", "out", "lse", "dlse")

@@ -13,7 +13,8 @@ from ...runtime.overlap import Written, item_size
 from ...runtime.specs import Spec, views_of
 from ..attention.checks import HEAD_DIMS
 from ..attention.checks import check as check_attention
-from ..attention.options import Options, caller_name
+from ..attention.names import caller_name
+from ..attention.options import Options
 from .cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
 
 NARROW = ("int8", "float8_e4m3fn")  # of caches that have scales

@@ -5,7 +5,8 @@ from typing import Any
 from ...runtime.array import compiling
 from ...runtime.checks import integer_within, plain_flag
 from ...runtime.operation import Operation, TorchSide
-from ..attention.options import caller_name, plain_options
+from ..attention.names import caller_name
+from ..attention.options import plain_options
 from .cached import ARRAYS, MAX_SPLITS, CachedOptions
 from .cached_checks import name_of
 from .dispatch import run
