@@ -200,19 +200,28 @@ class Measured:
         """ms of a call on the slowest rank, median; short ones follow each other, as in a model."""
         for _ in range(self.warm_up(direction)):
             call()
-        times, row = [], max(1, math.ceil(LEAST_SECONDS / self.estimate(direction)))
-        for _ in range(repeats):
-            self.synchronize()
-            dist.barrier()
-            self.synchronize()
-            start = time.perf_counter()
-            for _ in range(row):
-                call()
-            self.synchronize()
-            times.append(1e3 * (time.perf_counter() - start) / row)
-        slowest = torch.tensor(times, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return statistics.median(slowest.tolist())
+        calls = 1
+        if self.estimate(direction) < LEAST_SECONDS:
+            calls = math.ceil(LEAST_SECONDS / self.slowest([self.seconds(call, 1)])[0])
+        times = self.slowest([self.seconds(call, calls) for _ in range(repeats)])
+        return 1e3 * statistics.median(times) / calls
+
+    def seconds(self, call: Callable[[], None], calls: int) -> float:
+        """Of so many calls in a row."""
+        self.synchronize()
+        dist.barrier()
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def slowest(self, times: list[float]) -> list[float]:
+        """Of all ranks, each time."""
+        found = torch.tensor(times, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

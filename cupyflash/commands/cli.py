@@ -35,17 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     no GPU kernel, 130 where it was interrupted (as shells have it).
     """
     output.never_fail_to_encode()
+    status = 0
     try:
         try:
-            return _run(argv)
+            status = _run(argv)
         finally:
             if sys.stdout:  # None if it was closed
                 sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # else `head` has seen enough
+        seen_enough = isinstance(error, BrokenPipeError)  # by `head`
+        if not status and not seen_enough:  # else the error has been told, and comes again
             print(f"cupyflash: {error}", file=sys.stderr)
         output.discard_rest()
         return 1
+    return status
 
 
 def _run(argv: Sequence[str] | None) -> int:
