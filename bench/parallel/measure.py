@@ -207,7 +207,7 @@ class Measured:
         return 1e3 * statistics.median(times) / calls
 
     def seconds(self, call: Callable[[], None], calls: int) -> float:
-        """Of so many calls in a row."""
+        """The time of this many calls, one after another."""
         self.synchronize()
         dist.barrier()
         self.synchronize()
@@ -218,7 +218,7 @@ class Measured:
         return time.perf_counter() - start
 
     def slowest(self, times: list[float]) -> list[float]:
-        """Of all ranks, each time."""
+        """The longest of each time among the ranks."""
         found = torch.tensor(times, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.tolist()

@@ -214,7 +214,8 @@ def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor)
     def copied() -> CopiedKeys | None:
         peers = peers_of(team, device)
         ways = peers and routes(tokens, call.band, MOST_COPIES)
-        return ways and CopiedKeys(team, shard.failures, peers, ways)
+        rows = [int(x.cu_seqlens_k[-1]) for x in mine]
+        return ways and CopiedKeys(team, shard.failures, peers, ways, rows)
 
     def gathered() -> GatheredKeys:
         plan = exchange(tokens, team.rank, call.band)

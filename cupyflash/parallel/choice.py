@@ -3,7 +3,8 @@
 # Measured on two H100 with NVLink: an all-gather beside attention costs 31 % of its own time, an
 # all-to-all all of it (nothing can be computed before it has ended).
 NOT_HIDDEN = 0.31
-# Of K and V a call. Below it links are far from their rate, and launches count; copies cost less.
+# The bytes of K and V that travel together, by collectives and by copies. With fewer, links are far
+# from their rate and launches count; a copy costs less than a collective.
 LEAST_BYTES = 256 << 20
 LEAST_COPIED = 64 << 20
 

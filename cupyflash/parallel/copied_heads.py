@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy
 from torch import Tensor
 
-from .peers import ALIGNMENT, Peers
+from .peers import Peers, aligned
 from .transport import Failures, Team
 
 Run = tuple[int, int, int]  # the first row of a rank, the first one among those of the team, rows
@@ -67,7 +67,7 @@ class CopiedHeads:
         places, size = [], 0
         for x, width in zip(xs, columns):
             places.append(size)
-            size += -(-rows * width * x.element_size() // ALIGNMENT) * ALIGNMENT
+            size += aligned(rows * width * x.element_size())
         self.peers.enter(size)
         return places
 

@@ -43,7 +43,7 @@ class GatheredKeys:
         keys: list[numpy.ndarray],
         device: torch.device,
     ) -> "GatheredKeys":
-        """Of the numbers of the keys of each call."""
+        """The way by a plan, for calls that see the keys with these numbers."""
         rows = [tensor(plan.rows_of(x), device) for x in keys]
         send = tensor(plan.send, device)
         counts = plan.send_counts, plan.receive_counts
@@ -107,8 +107,8 @@ class Journey:
         group = self.groups[number]
         return self.way.gather(torch.cat([self.k[:, group], self.v[:, group]], dim=2))
 
-    def arrived(self, number: int, rows: list[int]) -> list[Pair]:
-        """The keys and values of calls with so many ``rows``; the next group travels meanwhile."""
+    def arrived(self, number: int) -> list[Pair]:
+        """The keys and values of each call; the next group travels meanwhile."""
         arrived = self.coming.wait()
         self.coming = self._start(number + 1)
         self.rows = len(arrived)

@@ -62,32 +62,19 @@ class Heads:
         return list(rows.split([x.shape[1] for x in xs], dim=2))
 
 
-class ToHeads(torch.autograd.Function):
-    """`to_heads` of `Heads` or `CopiedHeads`, whose gradient is `to_tokens`."""
+class Turn(torch.autograd.Function):
+    """`to_heads` or `to_tokens` of `Heads` or `CopiedHeads`; each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, heads: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.heads = heads
+    def forward(ctx: Any, heads: Any, to_heads: bool, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.rest = heads, to_heads
         with heads.failures.reported(FUNCTION):
-            return tuple(heads.to_heads(xs))
+            return tuple(heads.to_heads(xs) if to_heads else heads.to_tokens(xs))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ToTokens.apply(ctx.heads, *dys)
-
-
-class ToTokens(torch.autograd.Function):
-    """`to_tokens` of `Heads` or `CopiedHeads`, whose gradient is `to_heads`."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.heads = heads
-        with heads.failures.reported(FUNCTION):
-            return tuple(heads.to_tokens(xs))
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ToHeads.apply(ctx.heads, *dys)
+        heads, to_heads = ctx.rest
+        return None, None, *Turn.apply(heads, not to_heads, *dys)
 
 
 def split_heads(heads: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,13 +89,13 @@ def split_heads(heads: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
         if x.shape[1] % size:
             x = x[:, :, None].expand(-1, -1, size // x.shape[1], -1).flatten(1, 2)
         columns.append(x.reshape(len(x), size, x.shape[1] // size * x.shape[2]))
-    parts = ToHeads.apply(heads, *columns)
+    parts = Turn.apply(heads, True, *columns)
     return tuple(x.unflatten(1, (-1, y.shape[2])) for x, y in zip(parts, (q, k, v)))
 
 
 def join_heads(heads: Any, x: Tensor) -> Tensor:
     """(tokens of the team, heads of this rank, ...) -> (tokens of this rank, all heads, ...)."""
-    (rows,) = ToTokens.apply(heads, x.flatten(1))
+    (rows,) = Turn.apply(heads, False, x.flatten(1))
     return rows.unflatten(2, x.shape[1:]).flatten(1, 2)
 
 

@@ -25,11 +25,6 @@ class Keys:
     calls: list[DeviceCall]
     way: Any
 
-    @property
-    def rows(self) -> list[int]:
-        """Of the keys of each call."""
-        return [x.keys for x in self.calls]
-
 
 class AttentionOverKeys(torch.autograd.Function):
     """(out, lse) of the queries of this rank over the keys of all teams."""
@@ -37,27 +32,24 @@ class AttentionOverKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, slopes, sinks, keys, options, heads_at_once):  # noqa: ANN001, ANN205
         groups, ratio = _groups(k.shape[1], heads_at_once), q.shape[1] // max(1, k.shape[1])
-        out = lse = None
+        out = lse = None  # of one group they are what the kernels return
+        if len(groups) != 1 or not keys.calls:
+            out = q.new_empty((*q.shape[:2], v.shape[2]))
+            lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
         with keys.way.failures.reported(FUNCTION):
             journey = keys.way.start(k, v, groups, gradients=False)
             for number, group in enumerate(groups):
                 mine = _queries(group, ratio)
                 some = (None if x is None else x[..., mine] for x in (slopes, sinks))
-                arrived = journey.arrived(number, keys.rows)
+                arrived = journey.arrived(number)
                 if not keys.calls:  # this rank has no tokens
                     continue
                 found = pieces.forward(keys.calls, q[:, mine], arrived, options, *some)
-                if len(groups) == 1:
-                    out, lse = found
-                    continue
                 if out is None:
-                    out = q.new_empty((*q.shape[:2], v.shape[2]))
-                    lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
-                out[:, mine], lse[mine] = found
+                    out, lse = found
+                else:
+                    out[:, mine], lse[mine] = found
             journey.end()
-        if out is None:
-            out = q.new_empty((*q.shape[:2], v.shape[2]))
-            lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse, slopes, sinks)
         ctx.rest = keys, options, groups
         ctx.set_materialize_grads(False)
@@ -79,7 +71,7 @@ class AttentionOverKeys(torch.autograd.Function):
             for number, group in enumerate(groups):
                 mine = _queries(group, ratio)
                 some = (None if x is None else x[..., mine] for x in (slopes, sinks))
-                arrived = journey.arrived(number, keys.rows)
+                arrived = journey.arrived(number)
                 dq[:, mine], gradients, some_sinks = pieces.backward(
                     keys.calls, dout[:, mine], q[:, mine], arrived, out[:, mine],
                     lse[mine], None if dlse is None else dlse[mine], options, *some,

@@ -19,7 +19,7 @@ from torch import Tensor
 from .transport import Team
 
 ALIGNMENT = 256  # bytes of what lies in the memory
-LEAST = 64 << 20  # bytes that are allocated, at least
+LEAST = 64 << 20  # the fewest bytes that are allocated
 SIGNALS = 1  # the first channel of the signals; channel 0 is that of barriers
 
 
@@ -105,6 +105,11 @@ class Peers:
     def hear(self, rank: int, channel: int) -> None:
         """Waits, on the current stream, for the signal of a rank."""
         self.handle.wait_signal(rank, SIGNALS + channel, self.timeout)
+
+
+def aligned(size: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def copy_rows(

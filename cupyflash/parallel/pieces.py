@@ -25,13 +25,8 @@ def tensor(x: numpy.ndarray, device: torch.device) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceCall:
-    """A `Call` with its arrays as tensors on the device of q.
+    """A `Call` with its arrays as tensors on the device of q."""
 
-    Attributes:
-        keys: how many its pieces see.
-    """
-
-    keys: int
     queries: Tensor | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -43,8 +38,7 @@ class DeviceCall:
     def of(cls, call: Call, device: torch.device) -> "DeviceCall":
         queries = None if call.queries is None else tensor(call.queries, device)
         arrays = (call.cu_seqlens_q, call.cu_seqlens_k, call.sequences)
-        keys = int(call.cu_seqlens_k[-1])
-        return cls(keys, queries, *(tensor(x, device) for x in arrays), call.longest, call.window)
+        return cls(queries, *(tensor(x, device) for x in arrays), call.longest, call.window)
 
     def rows(self, x: Tensor) -> Tensor:
         """The rows of the queries of this call."""
@@ -91,7 +85,7 @@ def forward(
         parts.append(FORWARD(FUNCTION, arrays, (plain, True)))
         if call.queries is None:
             return parts[0]
-    out = q.new_empty((*q.shape[:2], arrived[0][1].shape[2] if arrived else 0))
+    out = q.new_empty((*q.shape[:2], arrived[0][1].shape[2]))
     lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
     for call, (some, some_lse) in zip(calls, parts):
         out[call.queries], lse[:, call.queries] = some, some_lse
