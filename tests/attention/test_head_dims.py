@@ -223,7 +223,7 @@ def test_copies_of_a_gpu(monkeypatch):
     """The dispatch of a GPU, with plans that compute on the CPU: what they get, what it makes."""
     torch = pytest.importorskip("torch")
     from cupyflash.ops.attention import torch_ops
-    from cupyflash.ops.attention.plan import result_strides
+    from cupyflash.ops.attention.planning import result_strides
 
     library, arrays, widths = torch_ops.LIBRARY, {}, []
     pointer, read = library.pointer, library.read

@@ -15,7 +15,7 @@ from cupyflash import environment
 from cupyflash.ops.attention.checks import check
 from cupyflash.ops.attention.mask_tiles import FoundTiles
 from cupyflash.ops.attention.options import NO_EXTRAS, Options
-from cupyflash.ops.attention.plan import backward_plan, forward_plan
+from cupyflash.ops.attention.planning import backward_plan, forward_plan
 from cupyflash.runtime.lookup import library_of
 from cupyflash.testing import Expected, Inputs, Result, make_inputs, make_varlen_inputs
 from cupyflash.testing import expected as reference

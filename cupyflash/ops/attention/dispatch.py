@@ -30,7 +30,8 @@ from .options import (
     text_of,
 )
 from .padding import Padding
-from .plan import BackwardPlan, ForwardPlan, backward_plan, forward_plan
+from .plan import BackwardPlan, ForwardPlan
+from .planning import backward_plan, forward_plan
 from .preparation import BACKWARD_TENSORS, TENSORS, check_library, prepared, split_extras
 from .problem import Problem
 

@@ -1,27 +1,20 @@
 """The plan of a checked problem: the launches and all else that equal-shaped calls share.
 
-A plan knows no backend. It asks the one of its problem for a `Pass`, with the loaded kernels, the
-grids and the bytes of the parameter struct behind its leading pointers. A call then allocates its
-results, puts the pointers in front and launches.
+A plan knows no backend. It gets the `Pass` of the one that serves its problem (planning.py), with
+the loaded kernels, the grids and the bytes of the parameter struct behind its leading pointers. A
+call then allocates its results, puts the pointers in front and launches.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 from ...runtime.array import Array, View, dense_strides
-from ...runtime.gpu import Card, card_of
 from ...runtime.operation import Plan
-from . import tuning
-from .backends import BACKENDS, Backend, choose
-from .kernels import Tile
-from .kind import Kind
-from .names import caller_name
-from .options import BIAS, KEY_MASK, Options
+from .options import BIAS, KEY_MASK
 from .passes import Pass, Wanted
-from .problem import Problem, bias_strides, canonical_strides
+from .problem import Problem
 from .sm80 import capture_gradients
 
 Prepared = tuple[Array, tuple, tuple[int, ...], list[int], tuple[int, ...], Any]  # of a call
@@ -145,7 +138,7 @@ class BackwardPlan(PassPlan):
         self.fills = extras.lengths or shape.seqlen_k == 0
         self.skips_tiles = problem.features.masked  # a stored gradient must be zero there
         self.learned = capture_gradients.learned(problem)
-        self.dbias_has_no_order = _has_no_order(problem, wanted, work)
+        self.dbias_has_no_order = has_no_order(problem, wanted, work)
 
     def prepared(self, q: Array, k: Array, v: Array, pointers: list[int]) -> Prepared:
         """(dq, dk, dv, dbias, dsinks), the last two in float32 or None; then those of captures.
@@ -198,87 +191,7 @@ class BackwardPlan(PassPlan):
         return _zeros_float32(library, shape, q)
 
 
-def forward_plan(
-    function: str,
-    problem: Problem,
-    library: Any,
-    q: View,
-    options: Options,
-    tile: Tile | None = None,
-) -> ForwardPlan:
-    """The plan of a forward, by the backend that serves the problem.
-
-    Args:
-        tile: this one of its candidates, not that of the tuning file or the built-in one.
-    """
-    shape = problem.shape
-    out = View(q.shape, library.strides_of_empty(q.shape, q), q.dtype, q.device)
-    work = Pass(())
-    if 0 not in (shape.batch, shape.heads_q, shape.seqlen_q):
-        strides = {**problem.strides, "out": canonical_strides("out", out, options)}
-        problem = dataclasses.replace(problem, strides=strides)
-        backend, kind, card, tile = _serving(function, problem, tile, backward=False)
-        work = backend.forward(problem, kind, card, tile)
-    return ForwardPlan(problem, library, q, out.strides, work)
-
-
-def backward_plan(
-    function: str,
-    problem: Problem,
-    library: Any,
-    views: dict[str, View],
-    options: Options,
-    deterministic: str,
-    bias_grad: bool,
-    tile: Tile | None = None,
-) -> BackwardPlan:
-    """The plan of a backward.
-
-    Args:
-        deterministic: "error" or "warn" where a fixed order is asked for, else "".
-        tile: as in `forward_plan`.
-    """
-    shape, extras, gradients, strides = problem.shape, problem.extras, [], {}
-    for name in "qkv":
-        x = views[name]
-        wide = (*x.shape[:-1], shape.head_dim)
-        dense = result_strides(library, shape.head_dim, x)
-        gradients.append(library.allocator(wide, dense, x))
-        like = View(wide, dense, x.dtype, x.device)
-        strides[f"d{name}_strides"] = canonical_strides(name, like, options)
-    dbias = None
-    if bias_grad:
-        dbias = bias_strides(extras.bias.shape, dense_strides(extras.bias.shape, range(4)))
-    wanted, work = Wanted(strides, dbias, bool(deterministic)), Pass(())
-    # Without queries there is nothing to launch, and without keys only what finds the gradient of
-    # the sinks.
-    without_keys = shape.seqlen_k == 0 and not extras.sinks
-    if not (without_keys or 0 in (shape.batch, shape.heads_q, shape.seqlen_q)):
-        backend, kind, card, tile = _serving(function, problem, tile, backward=True)
-        work = backend.backward(problem, kind, card, wanted, tile)
-        if capture_gradients.learned(problem):
-            call = (function, problem, kind, wanted, deterministic)
-            work = capture_gradients.added(work, *call)
-        if deterministic == "error" and _has_no_order(problem, wanted, work):
-            fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
-            fact += "deterministic sum only where tensor cores compute the backward pass"
-            got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
-            raise NotImplementedError(f"{function}: {fact}, got {got}")
-    return BackwardPlan(problem, library, gradients, wanted, work)
-
-
-def _serving(
-    function: str, problem: Problem, tile: Tile | None, *, backward: bool
-) -> tuple[Backend, Kind, Card, Tile | None]:
-    """The backend that serves a problem, and what it is to be asked with."""
-    card = card_of(problem.device)
-    kind = problem.kind(card.capability)
-    name = choose(function, kind, problem.access, backward=backward)
-    tile = tile or tuning.tile_of(name, kind, problem.device, backward=backward)
-    return BACKENDS[name], kind, card, tile
-
-
-def _has_no_order(problem: Problem, wanted: Wanted, work: Pass) -> bool:
+def has_no_order(problem: Problem, wanted: Wanted, work: Pass) -> bool:
     """Whether the gradient of a bias is a sum of atomics."""
     added = wanted.bias is not None and work.launches and not work.bias_gradient
     return bool(added and problem.shape.seqlen_k and problem.bias_is_broadcast)
@@ -290,12 +203,3 @@ def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> 
     zeros = library.empty_float32(shape, like)
     library.fill(zeros, 0)
     return zeros
-
-
-def result_strides(library: Any, width: int, like: View) -> tuple[int, ...]:
-    """The strides of a result in memory of ``width`` columns that is allocated like an input."""
-    wide = (*like.shape[:-1], width)
-    strides = like.strides
-    if like.shape[-1] != width:  # the input itself is copied first
-        strides = library.strides_of_empty(wide, like)
-    return library.strides_of_empty(wide, like._replace(shape=wide, strides=strides))

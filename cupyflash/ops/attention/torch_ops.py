@@ -36,7 +36,7 @@ from .options import (
     decode,
     encode,
 )
-from .plan import result_strides
+from .planning import result_strides
 from .preparation import refuse_slopes
 from .problem import kernel_head_dim
 
