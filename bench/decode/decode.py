@@ -106,6 +106,7 @@ class DecodeProblem:
         if not self.is_plain:
             return lambda: self._one_by_one(attention, tensors)
         views = [x.transpose(1, 2) for x in (q, k_cache, v_cache)]
+        k_cache[:, -1:], v_cache[:, -1:] = k, v  # with the new token, whoever calls first
 
         def run() -> Any:
             if not self.attend_only:
@@ -113,7 +114,6 @@ class DecodeProblem:
             with provider.scope():
                 return attention(*views, False).transpose(1, 2)
 
-        run()  # with the new token in the cache, whoever calls first
         return run
 
     def _ours(self, tensors: tuple[Any, ...]) -> Callable[[], Any]:

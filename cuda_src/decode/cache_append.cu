@@ -1,6 +1,7 @@
 // Copies rows of keys and values to their places in a cache of pages (paged_rows.cuh). A cache of 8
 // bits (KIND) has scales, float32: what is written is the row divided by its scale, which is either
-// given, or computed from the row and written to the cache of scales.
+// given, or computed from the row and written to the cache of scales. Its divisions are rounded as
+// IEEE 754 says, so every GPU and the reference write the same numbers.
 //
 // A place is a slot; or the key `positions[i]` of a sequence, where row i is of sequence i; or,
 // with several rows of a sequence, the keys from positions[sequence] on. A warp has a head of a
@@ -67,7 +68,7 @@ __device__ void put(const T* from, void* cache, int64_t to, float* scale, bool c
         const Pack<T, VECTOR> pack = load_pack<VECTOR>(from + column);
         for (int i = 0; i < VECTOR; ++i) size = fmaxf(size, fabsf(to_float(pack.values[i])));
       }
-      size = warp_max(size) / (KIND == INT8 ? LARGEST_INT8 : LARGEST_E4M3);
+      size = __fdiv_rn(warp_max(size), KIND == INT8 ? LARGEST_INT8 : LARGEST_E4M3);
       if (threadIdx.x % 32 == 0) *scale = size;
       if (size == 0.f) size = 1.f;
     }
@@ -75,7 +76,7 @@ __device__ void put(const T* from, void* cache, int64_t to, float* scale, bool c
       const Pack<T, VECTOR> pack = load_pack<VECTOR>(from + column);
       Pack<uint8_t, VECTOR> narrow;
       for (int i = 0; i < VECTOR; ++i)
-        narrow.values[i] = to_narrow<KIND>(to_float(pack.values[i]) / size);
+        narrow.values[i] = to_narrow<KIND>(__fdiv_rn(to_float(pack.values[i]), size));
       store_pack<VECTOR>(static_cast<uint8_t*>(cache) + to + column, narrow);
     }
   }

@@ -87,7 +87,8 @@ def continuous_attention(
     """Attention of a step of continuous batching; tensors as those of `attention`.
 
     Args:
-        query, key, value: packed sequences; with a block table a token of each.
+        query, key, value: packed sequences; with a block table a token of each. Keys and values
+            are the new ones alone where ``options`` has the cache, as in transformers 5.17.
         block_table: int32 (batch, max_pages), the pages of ``k_cache`` and ``v_cache``, (num_pages,
             page_size, heads, head_dim), that the sequences have.
         options: as for `attention`; ``cu_seq_lens_k`` counts the new tokens.
@@ -96,7 +97,10 @@ def continuous_attention(
         NotImplementedError: a call from elsewhere than continuous batching; dropout with a block
             table; and as `cupyflash.attention_with_cache`.
     """
-    if block_table is None and options.get("read_index") is None:
+    if (cache := options.pop("cache", None)) is not None:
+        *pages, key, value = _of_cache(cache, module, key, value, block_table, options)
+        k_cache, v_cache, block_table = pages
+    elif block_table is None and options.get("read_index") is None:
         fact = f'"{CONTINUOUS}" is for continuous batching alone, which a model on "{NAME}"'
         raise NotImplementedError(f"{FUNCTION}: {fact} switches to by itself, got another call")
     if block_table is None:
@@ -124,6 +128,35 @@ def continuous_attention(
         sinks=None if sinks is None else sinks.detach(),
     )
     return out.view(query.shape[0], -1, *out.shape[2:]), None
+
+
+def _of_cache(
+    cache: Any,
+    module: torch.nn.Module,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """(k_cache, v_cache, block_table, key, value) of a layer of transformers' `PagedAttentionCache`.
+
+    Without a block table the new tokens enter the cache here, and key and value are all that the
+    queries see. ``options`` then has the lengths of this kind of layer, by the names of `attention`.
+    """
+    kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
+    for x in "qk":
+        options[f"max_length_{x}"] = options.pop(f"max_seqlen_{x}")
+    for name in ("cu_seq_lens_k", "max_length_k"):
+        if isinstance(options[name], dict):
+            options[name] = options[name][kind]
+    if block_table is not None:
+        group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+        shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        pages = (x[layer].view(shape) for x in (cache.key_cache, cache.value_cache))
+        return *pages, block_table[group], key, value
+    where = {name: options.pop(name) for name in ("read_index", "write_index")}
+    whole = cache.update(key, value, module.layer_idx, **where)
+    return None, None, None, *(x.transpose(0, 1)[None] for x in whole)
 
 
 def command(arguments: list[str]) -> None:

@@ -207,15 +207,15 @@ def check_tiles(folder: Path) -> None:
 
 
 def check_gradients_of_captures(folder: Path) -> None:
-    """Of a slope of heads, a table, gates of two reads, and a strided bias beside a mask."""
+    """Of a slope of heads, a table, gates, a strided bias beside a mask, and one factor of all."""
     inputs = make_inputs("torch", "bfloat16", batch=2, seqlen_q=150, seqlen_k=230, heads_q=2)
     shared = make_inputs(
         "torch", "float16", batch=1, seqlen_q=90, seqlen_k=130, heads_q=4, heads_kv=2, head_dim=128
     )
-    for number, name in enumerate(("alibi", "table", "gate", "both")):
+    for number, name in enumerate(("alibi", "table", "gate", "both", "temperature")):
         of = (inputs, shared)[number % 2]
         case = cases(of.q.shape[2], of.q.shape[1], of.k.shape[1])[name]
-        learning = tuple(x._replace(learns=x.rank > 0) for x in case.text.captures)
+        learning = tuple(x._replace(learns=not x.is_number) for x in case.text.captures)
         case = case._replace(text=case.text._replace(captures=learning))
         check_case(folder, f"gradients of {name}", case, of, "sm90", causal=number == 1)
 

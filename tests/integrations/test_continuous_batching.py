@@ -1,5 +1,7 @@
 """transformers' continuous batching on "cupy_attention": the tokens of eager attention."""
 
+import inspect
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +15,9 @@ from cupyflash.integrations import transformers as ours  # noqa: E402
 from cupyflash.integrations import transformers_continuous  # noqa: E402
 from cupyflash.integrations.transformers_models import CONTINUOUS, NAME  # noqa: E402
 
+NEWER = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
+PAGE_SIZE = "page_size" if NEWER else "block_size"  # as transformers calls it
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [[5, 17, 80, 9, 33], list(range(3, 24)), [42]]
 NEW = 6
 
@@ -25,13 +30,13 @@ def small(name):
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(3)
-    return model
+    return model.to(DEVICE)
 
 
 def right_tokens(model):
     model.set_attn_implementation("eager")
     options = {"max_new_tokens": NEW, "do_sample": False}
-    outs = [model.generate(torch.tensor([prompt]), **options) for prompt in PROMPTS]
+    outs = [model.generate(torch.tensor([prompt], device=DEVICE), **options) for prompt in PROMPTS]
     return [out[0, len(prompt) :].tolist() for out, prompt in zip(outs, PROMPTS)]
 
 
@@ -42,7 +47,7 @@ def batched_tokens(model, name=NAME, **options):
     generation = GenerationConfig(
         max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    sizes = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": 16}
+    sizes = {PAGE_SIZE: 8, "num_blocks": 40, "max_batch_tokens": 16}
     outs = model.generate_batch(
         PROMPTS,
         generation_config=generation,
@@ -93,7 +98,7 @@ def test_the_second_name_is_for_continuous_batching(calls):
     model = small("llama")
     model.set_attn_implementation(CONTINUOUS)
     with pytest.raises(NotImplementedError, match=f'"{CONTINUOUS}" is for continuous batching'):
-        model(torch.tensor([[1, 2, 3]]))
+        model(torch.tensor([[1, 2, 3]], device=DEVICE))
 
 
 def test_other_implementations_are_as_before():

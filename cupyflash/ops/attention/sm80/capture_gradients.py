@@ -51,7 +51,7 @@ class FlashBwdCapturesSm80(AttentionKernel):
             name = capture.name
             text = re.sub(rf"Capture<(\w+, \d+)> {name};", rf"LearningCapture<\1> {name};", text)
             starts.append(f"captures.{name}.start(-1);")
-            for read in range(len(re.findall(rf"\b{name}\s*\(", self.text.score))):
+            for read in range(len(re.findall(rf"\b{name}\b", self.text.score))):
                 reads.append(f"function({len(reads)}, captures.{name}, {read});")
         text = re.sub(r" *uint8_t padding\[\d+\];\n?", "", text)
         return (
