@@ -9,9 +9,10 @@ from pathlib import Path
 
 import emulator
 import torch
-from score_texts import Case, cases
+from score_texts import Case, cases, temperature
 
 from cupyflash import environment
+from cupyflash.ops.attention.captures import NUMBERS
 from cupyflash.ops.attention.checks import check
 from cupyflash.ops.attention.mask_tiles import FoundTiles
 from cupyflash.ops.attention.options import NO_EXTRAS, Options
@@ -214,8 +215,9 @@ def check_gradients_of_captures(folder: Path) -> None:
     )
     for number, name in enumerate(("alibi", "table", "gate", "both", "temperature")):
         of = (inputs, shared)[number % 2]
-        case = cases(of.q.shape[2], of.q.shape[1], of.k.shape[1])[name]
-        learning = tuple(x._replace(learns=not x.is_number) for x in case.text.captures)
+        of_shape = cases(of.q.shape[2], of.q.shape[1], of.k.shape[1])
+        case = of_shape.get(name) or temperature()
+        learning = tuple(x._replace(learns=x.dtype not in NUMBERS) for x in case.text.captures)
         case = case._replace(text=case.text._replace(captures=learning))
         check_case(folder, f"gradients of {name}", case, of, "sm90", causal=number == 1)
 

@@ -80,6 +80,12 @@ def _case(score: str, mask: str, arrays: dict[str, Any], *functions: Callable | 
     return Case(Text(score, mask, captures), arrays, *functions)
 
 
+def temperature() -> Case:
+    """One number of all scores, in an array of rank 0."""
+    factor = {"factor": torch.tensor(0.7)}
+    return _case("score * factor()", "", factor, lambda s, b, h, q, k, c: s * c["factor"])
+
+
 def cases(heads: int, queries: int, keys: int) -> dict[str, Case]:
     """The texts by name, for so many heads, queries and keys at the most."""
     seeded = torch.Generator().manual_seed(7)
