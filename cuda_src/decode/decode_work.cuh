@@ -6,6 +6,11 @@
 // whatever the lengths, all blocks have as much to read, and of the units of a block only the first
 // and the last can have parts elsewhere.
 //
+// Heads abreast. The keys of neighbouring heads lie beside each other in memory, which is fastest
+// where all of a row is read at once. So `abreast` neighbouring blocks are a team, which has one
+// share; its blocks read the same keys of as many neighbouring heads at about the same time. A
+// unit of a team is one of each of its blocks.
+//
 // With `num_splits` the rounds of each unit are cut into as many parts, at places that follow from
 // its length alone, and a block has one of them: then a result does not depend on the batch.
 #pragma once
@@ -50,9 +55,10 @@ struct DecodeSequence {
   __device__ int rounds() const { return max(ceil_div(chunks, NUM_WARPS), 1); }
 };
 
+// The units of a sequence, as one block of a team counts them.
 template <int ROWS>
 __device__ __forceinline__ int units_of(const FlashDecodeParams& params, int tokens) {
-  return ceil_div(tokens * params.group, ROWS) * params.heads_kv;
+  return ceil_div(tokens * params.group, ROWS) * (params.heads_kv / params.abreast);
 }
 
 // What a block does next: chunks [chunk, chunk_end) of a unit. They may be none. The result is part
@@ -68,13 +74,13 @@ struct Segment {
   int rows;
   int chunk, chunk_end;
   int part, parts;
-  int first_slot;
+  int first_slot, slot_stride;
   int inner_begin, inner_end;  // cached keys that every row sees
 
   // The place of part `x` in memory. A block can have a part of the unit that it ends and one of
   // the unit that it begins. So the parts that begin a unit have the even places of their blocks.
   __device__ int slot(int x, bool fixed) const {
-    return fixed || x == 0 ? first_slot + x : first_slot + 2 * x - 1;
+    return first_slot + (fixed || x == 0 ? x : 2 * x - 1) * slot_stride;
   }
 
   // Sets the rounds [begin, end) of the unit.
@@ -86,8 +92,9 @@ struct Segment {
   template <int ROWS>
   __device__ void set_unit(const FlashDecodeParams& params, int unit) {
     const int all = sequence.tokens * params.group, row_blocks = ceil_div(all, ROWS);
-    kv_head = unit / row_blocks;
-    first_row = (unit - kv_head * row_blocks) * ROWS;
+    const int heads = unit / row_blocks;
+    kv_head = heads * params.abreast + blockIdx.x % params.abreast;
+    first_row = (unit - heads * row_blocks) * ROWS;
     rows = min(ROWS, all - first_row);
     const int diagonal = sequence.length - sequence.tokens;
     const int first = diagonal + first_row / params.group;
@@ -117,10 +124,10 @@ __device__ void set_segment(Segment& s, const FlashDecodeParams& params, int bat
   s.next = min(unit_begin + rounds, end);
   s.set_unit<ROWS>(params, unit);
   s.set_chunks(begin - unit_begin, s.next - unit_begin);
-  const int first_block = unit_begin / share;
-  s.part = blockIdx.x - first_block;
-  s.parts = (unit_begin + rounds - 1) / share - first_block + 1;
-  s.first_slot = 2 * first_block;
+  const int abreast = params.abreast, first_team = unit_begin / share;
+  s.part = blockIdx.x / abreast - first_team;
+  s.parts = (unit_begin + rounds - 1) / share - first_team + 1;
+  s.first_slot = 2 * first_team * abreast + blockIdx.x % abreast, s.slot_stride = abreast;
 }
 
 // Sets `following` to what is left of the share behind segment s.
@@ -148,7 +155,7 @@ __device__ void set_fixed_segment(Segment& s, const FlashDecodeParams& params) {
   s.next = s.end = 0;
   s.set_unit<ROWS>(params, unit);
   s.set_chunks(int64_t(rounds) * s.part / s.parts, int64_t(rounds) * (s.part + 1) / s.parts);
-  s.first_slot = item * splits;
+  s.first_slot = item * splits, s.slot_stride = 1;
 }
 
 // Puts the first segment of the block into shared memory, and returns whether there is one. Thread
@@ -185,8 +192,8 @@ __device__ __forceinline__ bool first_segment(const FlashDecodeParams& params, S
     before += i < warp ? sums[i] : 0;
     total += sums[i];
   }
-  const int share = ceil_div(total, int(gridDim.x));
-  const int begin = blockIdx.x * share, end = min(total, begin + share);
+  const int share = ceil_div(total, int(gridDim.x) / params.abreast);
+  const int begin = blockIdx.x / params.abreast * share, end = min(total, begin + share);
   if (begin >= end) return false;
   if (before <= begin && begin < before + own)
     set_segment<ROWS, KEYS>(first, params, run_begin, before, begin, end, share);

@@ -101,6 +101,7 @@ struct FlashDecodeParams {
   int appends;       // whether k and v are there and enter the cache; then `counted`
   int counted;       // whether the new tokens are keys, which lie behind `positions`
   int num_splits;    // parts of a unit (decode_work.cuh); 0: equal shares for all blocks
+  int abreast;       // blocks of a team (decode_work.cuh); divides heads_kv; 1 with num_splits
   int window_left;   // keys before the diagonal that a token sees, at most 2^30
   int window_right;  // keys behind it; 0 is causal
   float scale_log2;  // log2(e) * scale of the scores, or log2(e) * softcap

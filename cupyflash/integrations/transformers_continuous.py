@@ -138,10 +138,10 @@ def _of_cache(
     block_table: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """(k_cache, v_cache, block_table, key, value) of a layer of transformers' `PagedAttentionCache`.
+    """(k_cache, v_cache, block_table, key, value) of a layer, from a `PagedAttentionCache`.
 
     Without a block table the new tokens enter the cache here, and key and value are all that the
-    queries see. ``options`` then has the lengths of this kind of layer, by the names of `attention`.
+    queries see. ``options`` get the lengths of this kind of layer, by the names of `attention`.
     """
     kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
     for x in "qk":

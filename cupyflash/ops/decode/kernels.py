@@ -18,6 +18,7 @@ MAX_ROWS = 16  # queries that one unit takes
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8,), 256: (8,)}  # by head_dim of the tiles
 MOST_BLOCKS = 512  # of a grid that shares the keys
+FEW_LEFT_OVER = 0.04  # of the blocks of such a grid, which have no work
 DECODE_COUNTERS = 2 * MOST_BLOCKS  # of a launch; as many parts
 
 
@@ -145,6 +146,12 @@ def decode_grid(
         return decode_units(config, shape) * num_splits
     at_once = min(config.blocks * multiprocessors, MOST_BLOCKS)
     return min(at_once, decode_rounds(config, shape))
+
+
+def heads_abreast(heads_kv: int, grid: int) -> int:
+    """Blocks of a team that shares keys: the most heads that leave few of the blocks over."""
+    fitting = (x for x in range(1, heads_kv + 1) if heads_kv % x == 0 and x <= grid)
+    return max(x for x in fitting if grid % x <= FEW_LEFT_OVER * grid)
 
 
 def _decode_arch(dtype: str, capability: tuple[int, int]) -> int | None:

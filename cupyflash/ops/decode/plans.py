@@ -86,7 +86,9 @@ class DecodePlan(Plan):
         grid = kernels.decode_grid(config, shape, options.num_splits, multiprocessors(q.device))
         strides = self.strides if "out" not in views else views["out"].strides
         views = {**views, "out": q._replace(strides=tuple(strides))}
-        params = _params(shape, options, views)
+        abreast = 1 if options.num_splits else kernels.heads_abreast(shape.heads_kv, grid)
+        grid -= grid % abreast
+        params = _params(shape, options, views, abreast)
         self.launch = Launch(config, q.device, require_grid(FUNCTION, grid, q.shape), params)
         self.parts = 0 if options.num_splits == 1 else grid * (1 if options.num_splits else 2)
         self.part_size = config.part_size
@@ -123,7 +125,9 @@ def _lse_shape(shape: CachedShape) -> tuple[int, ...]:
     return shape.batch, shape.heads_q, shape.seqlen_q
 
 
-def _params(shape: CachedShape, options: CachedOptions, views: Mapping[str, View]) -> Any:
+def _params(
+    shape: CachedShape, options: CachedOptions, views: Mapping[str, View], abreast: int
+) -> Any:
     left, right = (min(x, MAX_WINDOW) for x in options.window or (MAX_WINDOW, MAX_WINDOW))
     slopes = views.get("alibi_slopes")
     lse_rows = shape.total_q if shape.packed else shape.seqlen_q
@@ -142,6 +146,7 @@ def _params(shape: CachedShape, options: CachedOptions, views: Mapping[str, View
         appends=shape.appends,
         counted=shape.counted,
         num_splits=options.num_splits,
+        abreast=abreast,
         window_left=left,
         window_right=0 if options.causal else right,
         scale_log2=log2e * (options.softcap if capped else options.scale),

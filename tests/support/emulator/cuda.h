@@ -341,6 +341,7 @@ inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __int_as_float(int x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // -ffp-contract=off
+inline float __fdiv_rn(float a, float b) { return a / b; }  // -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
