@@ -18,6 +18,7 @@ SCRIPTS = {  # name: module of bench
     "precision": "attention.precision",
     "rounding": "attention.rounding",
     "tuning": "attention.tuning",
+    "scores": "scores.scores",
     "host_time": "attention.host_time",
     "parallel": "parallel.parallel",
     "linear": "linear.linear",

@@ -1,5 +1,6 @@
 """The benchmarks on torch's CPU, small and with the clock taken out."""
 
+import dataclasses
 import importlib
 import json
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from bench.attention.extras import Comparison, Variant, packed
 from bench.attention.model_shapes import PADDING, PAIR, model
 from bench.lib import data, harness, report, timing
 from bench.parallel.problems import Case
+from bench.scores.problems import cases
 from bench.transformers.gpt import Size
 from cupyflash.testing.problem import Problem
 from cupyflash.testing.timing import Timing
@@ -47,6 +49,11 @@ PARALLEL = (
     Case(64, 4, 2, 16),
     Case(64, 4, 2, 16, packed=True),
     Case(64, 4, 1, 16, window=20),
+)
+SCORES = tuple(
+    dataclasses.replace(case, tokens=300)
+    for case in cases()
+    if case.name in ("gate", "documents", "trained table") and case.head_dim == 128
 )
 GPT = Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 
@@ -117,6 +124,17 @@ BENCHMARKS = {
         "--gpus 2 --dtype float32 --checked 32 --impls cupyflash-heads cupyflash-keys ring",
         2 * (4 + 3 + 3),  # the ring has one sequence only, without a window
         {"parallel.parallel.CASES": PARALLEL},
+    ),
+    "scores": Small(
+        "--only scores masks gradient host --impls cupyflash cupyflash-plain cupyflash-option",
+        2 * 2 + 2 * 3 + 2 + 2 * 5,  # gate, documents, table, host
+        {
+            "scores.problems.HIDDEN": 256,
+            "scores.problems.DOCUMENT": 100,
+            "scores.scores.cases": lambda: SCORES,
+            "scores.times.CALLS": 2,
+            "scores.times.SAMPLES": 3,
+        },
     ),
     "linear": Small(
         "--dtype float32 --rows 4 20 --impls cupyflash torch-eager",

@@ -1,0 +1,1 @@
+"""Benchmarks of scores and masks of the caller's own."""
