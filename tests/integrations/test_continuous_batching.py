@@ -79,7 +79,9 @@ def test_generate_batch(name, calls):
     """Prompts longer than a batch are read in parts; windows and sinks are those of the model."""
     model = small(name)
     right = right_tokens(model)
-    assert batched_tokens(model) == right
+    # transformers' own experts cannot become part of a CUDA graph.
+    options = {"use_cuda_graph": False} if name == "gpt-oss" else {}
+    assert batched_tokens(model, **options) == right
     assert calls and all(options.get("block_table") is None for options in calls)
 
 
