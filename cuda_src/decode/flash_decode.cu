@@ -32,6 +32,6 @@
 template <typename T, int HEAD_DIM, int ROWS, int ARCH>
 __global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM, ROWS))
     flash_decode(const __grid_constant__ FlashDecodeParams params) {
-  __shared__ DecodeStorage<HEAD_DIM, ROWS> storage;
-  decode_step<DecodeBlock<T, HEAD_DIM, ROWS, ARCH>>(params, storage);
+  __shared__ DecodeStorage<SAME, HEAD_DIM, ROWS> storage;
+  decode_step<DecodeBlock<T, SAME, HEAD_DIM, ROWS, ARCH>>(params, storage);
 }

@@ -2,16 +2,24 @@
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
-#include "flash_decode_keys.cuh"
 #include "flash_decode_merge.cuh"
+#include "flash_decode_narrow.cuh"
 #include "flash_decode_softmax.cuh"
 
 constexpr int SEGMENTS = 4;  // the first, the one before, the present one, and the next
 
 __device__ __forceinline__ int number_after(int number) { return number % (SEGMENTS - 1) + 1; }
 
-template <int HEAD_DIM, int ROWS>
-struct DecodeStorage {
+// What a cache of 8 bits adds: the units of the queries (to_range_f16()).
+template <int KIND, int ROWS>
+struct QueryUnits {
+  float units[ROWS];
+};
+template <int ROWS>
+struct QueryUnits<SAME, ROWS> {};
+
+template <int KIND, int HEAD_DIM, int ROWS>
+struct DecodeStorage : QueryUnits<KIND, ROWS> {
   uint4 q[ROWS / 8][HEAD_DIM / 32][32];  // the queries, in the order of KeyTiles::scores
   float out[NUM_WARPS][8][HEAD_DIM];     // of eight rows
   Sum sums[NUM_WARPS][8];
@@ -27,13 +35,20 @@ __host__ __device__ constexpr int decode_blocks(int head_dim, int rows) {
   return head_dim <= 128 && rows == 8 ? 3 : 2;
 }
 
-template <typename T, int HEAD_DIM, int ROWS, int ARCH>
+// KIND is that of the cache (narrow.cuh).
+template <typename T, int KIND, int HEAD_DIM, int ROWS, int ARCH>
 struct DecodeBlock {
   static_assert(HEAD_DIM % 64 == 0 && ROWS % 8 == 0, "columns come in 64s, rows in 8s");
-  static constexpr int BLOCKS = HEAD_DIM / 64, TILES = HEAD_DIM == 64 ? 2 : 1, KEYS = TILES * 16;
+  static constexpr bool NARROW = KIND != SAME;
+  static constexpr int BLOCKS = HEAD_DIM / 64;
+  static constexpr int TILES = NARROW || HEAD_DIM == 64 ? 2 : 1, KEYS = TILES * 16;
   static constexpr int QUERY_TILES = ROWS / 8;
-  using Storage = DecodeStorage<HEAD_DIM, ROWS>;
-  using Tiles = KeyTiles<T, TILES, BLOCKS, ARCH>;
+  using Storage = DecodeStorage<KIND, HEAD_DIM, ROWS>;
+  using Product = typename Choose<NARROW, half_t, T>::Type;  // of the tensor cores
+  using Tiles = typename Choose<NARROW, NarrowTiles<KIND, TILES, BLOCKS, ARCH>,
+                                KeyTiles<T, TILES, BLOCKS, ARCH>>::Type;
+  using Rows = SegmentRows<typename Choose<NARROW, uint8_t, T>::Type, KEYS>;
+  using Range = ValueRange<KIND>;
 
   const FlashDecodeParams& params;
   Storage& storage;
@@ -47,6 +62,20 @@ struct DecodeBlock {
 
   // Queries, and what the options need of them, to shared memory.
   __device__ void stage_queries(const Segment& s) const {
+    if constexpr (NARROW)
+      stage_in_range(s);
+    else
+      stage_as_they_are(s);
+    if (const int i = threadIdx.x; i < ROWS) {
+      const int row = s.first_row + min(i, s.rows - 1), token = row / params.group;
+      const int head = s.kv_head * params.group + row - token * params.group;
+      const float* slopes = params.alibi_slopes;
+      const float slope = slopes ? slopes[s.batch * params.alibi_batch_stride + head] : 0.f;
+      storage.rows[i] = {s.sequence.length - s.sequence.tokens + token, slope * LOG2E};
+    }
+  }
+
+  __device__ __forceinline__ void stage_as_they_are(const Segment& s) const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < QUERY_TILES * HEAD_DIM; i += DECODE_THREADS) {
       const int row = i / HEAD_DIM * 8 + i % 32 / 4, column = i % HEAD_DIM / 32 * 32 + i % 4 * 8;
@@ -56,12 +85,25 @@ struct DecodeBlock {
                                                 offset(params.q_strides, s, row) + column);
       storage.q[i / HEAD_DIM][i % HEAD_DIM / 32][i % 32] = eight;
     }
-    if (const int i = threadIdx.x; i < ROWS) {
-      const int row = s.first_row + min(i, s.rows - 1), token = row / params.group;
-      const int head = s.kv_head * params.group + row - token * params.group;
-      const float* slopes = params.alibi_slopes;
-      const float slope = slopes ? slopes[s.batch * params.alibi_batch_stride + head] : 0.f;
-      storage.rows[i] = {s.sequence.length - s.sequence.tokens + token, slope * LOG2E};
+  }
+
+  // A warp has a row at a time, eight columns a lane.
+  __device__ __forceinline__ void stage_in_range(const Segment& s) const {
+    const int column = threadIdx.x % 32 * 8;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < ROWS; row += NUM_WARPS) {
+      float values[8] = {};
+      if (row < s.rows && column < params.head_dim) {
+        const T* q = static_cast<const T*>(params.q) + offset(params.q_strides, s, row) + column;
+        const Words<T, 8> words = load_words<8>(q);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] = words.at(i);
+      }
+      float unit;
+      const uint4 eight = to_range_f16<ARCH>(values, unit);
+      if (column < HEAD_DIM)
+        storage.q[row / 8][column / 64 * 2 + column / 8 % 2][row % 8 * 4 + column / 16 % 4] = eight;
+      if (column == 0) storage.units[row] = unit;
     }
   }
 
@@ -116,11 +158,12 @@ struct DecodeBlock {
   // to out or to the part.
   __device__ __forceinline__ void finish(const Segment& s,
                                          const float (&o)[QUERY_TILES][BLOCKS][4][4],
-                                         const QueryPair<TILES> (&queries)[QUERY_TILES]) const {
+                                         const QueryPair<TILES> (&queries)[QUERY_TILES],
+                                         Range range) const {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
       if (n > 0) __syncthreads();  // the rows before have been merged
-      store_warp(o[n], queries[n]);
+      store_warp(o[n], queries[n], range.out_factor());
       __syncthreads();  // the results of all warps are written
 #pragma unroll 1
       for (int i = threadIdx.x * 4; i < 8 * HEAD_DIM; i += 4 * DECODE_THREADS) {
@@ -163,7 +206,7 @@ struct DecodeBlock {
   __device__ bool fixed() const { return params.num_splits > 0; }
 
   __device__ __forceinline__ void store_warp(const float (&o)[BLOCKS][4][4],
-                                             const QueryPair<TILES>& queries) const {
+                                             const QueryPair<TILES>& queries, float factor) const {
     const QuadLane lane;
     const int warp = fresh_thread_index() / 32;
 #pragma unroll
@@ -177,7 +220,8 @@ struct DecodeBlock {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float (&low)[4] = o[j][2 * i], (&high)[4] = o[j][2 * i + 1];
-          to[i] = make_float4(low[query], low[2 + query], high[query], high[2 + query]);
+          to[i] = make_float4(low[query] * factor, low[2 + query] * factor, high[query] * factor,
+                              high[2 + query] * factor);
         }
       }
     }
@@ -203,29 +247,40 @@ struct DecodeBlock {
   // The keys of this warp in a segment, of which begin() has loaded the first.
   __device__ __forceinline__ void attend(const Segment& s, Tiles& tiles, RowPlace next,
                                          float (&o)[QUERY_TILES][BLOCKS][4][4],
-                                         QueryPair<TILES> (&queries)[QUERY_TILES]) const {
-    const SegmentRows<T, KEYS> rows{params, s};
+                                         QueryPair<TILES> (&queries)[QUERY_TILES],
+                                         Range& range) const {
+    const Rows rows{params, s};
     const int stop = s.chunk_end;
 #pragma unroll 1
     for (int chunk = s.chunk + fresh_thread_index() / 32; chunk < stop; chunk += NUM_WARPS) {
       const int ahead = chunk + NUM_WARPS;
       float scores[QUERY_TILES][TILES][4] = {};
       uint32_t p[QUERY_TILES][TILES][2];
-      tiles.scores(scores, smem_address(storage.q));
+      if constexpr (NARROW)
+        tiles.scores(scores, smem_address(storage.q), storage.units);
+      else
+        tiles.scores(scores, smem_address(storage.q));
       const RowPlace place = next;
       if (ahead < stop) {
-        tiles.load_k(rows.k_row(ahead, place), params.head_dim);
+        load_k(tiles, rows, ahead, place);
         if (ahead + NUM_WARPS < stop) next = rows.place(ahead + NUM_WARPS);
       }
       const int first = rows.first_key(chunk);
       const bool is_new = rows.is_new(chunk);
       const int end = is_new ? s.sequence.length : s.sequence.cached;
       const bool masked = is_new || first < s.inner_begin || first + KEYS > s.inner_end;
+      float shift = 1.f;
+      if constexpr (NARROW) shift = range.include(tiles.v_scale);
 #pragma unroll
       for (int n = 0; n < QUERY_TILES; ++n) {
         float rescale[2];
         apply_score(scores[n], params, s, storage.rows + n * 8, first, end, masked);
-        queries[n].template update<T, ARCH>(scores[n], p[n], rescale);
+        queries[n].update(scores[n], rescale);
+        if constexpr (NARROW) {
+          tiles.scale_weights(scores[n], range);
+          rescale[0] *= shift, rescale[1] *= shift;
+        }
+        pack_weights<Product, ARCH>(scores[n], p[n]);
 #pragma unroll
         for (int j = 0; j < BLOCKS; ++j) {
 #pragma unroll
@@ -233,26 +288,38 @@ struct DecodeBlock {
         }
       }
       tiles.add_weighted(o, p);
-      if (ahead < stop) tiles.load_v(rows.v_row(ahead, place), params.head_dim);
+      if (ahead < stop) load_v(tiles, rows, ahead, place);
     }
+  }
+
+  __device__ __forceinline__ void load_k(Tiles& tiles, const Rows& rows, int chunk,
+                                         RowPlace at) const {
+    tiles.load_k(rows.k_row(chunk, at), params.head_dim);
+    if constexpr (NARROW) tiles.k_scale = rows.scale(params.k, params.k_strides, at);
+  }
+
+  __device__ __forceinline__ void load_v(Tiles& tiles, const Rows& rows, int chunk,
+                                         RowPlace at) const {
+    tiles.load_v(rows.v_row(chunk, at), params.head_dim);
+    if constexpr (NARROW) tiles.v_scale = rows.scale(params.v, params.v_strides, at);
   }
 
   // Whether this warp begins a segment with the new keys.
   __device__ bool starts_new(const Segment& s) const {
-    return SegmentRows<T, KEYS>{params, s}.is_new(s.chunk + threadIdx.x / 32);
+    return Rows{params, s}.is_new(s.chunk + threadIdx.x / 32);
   }
 
   // Loads the first chunk of this warp in a segment.
   __device__ __forceinline__ RowPlace begin(const Segment& s, Tiles& tiles) const {
-    const SegmentRows<T, KEYS> rows{params, s};
+    const Rows rows{params, s};
     const int stop = s.chunk_end;
     const int chunk = s.chunk + fresh_thread_index() / 32;
     RowPlace next = {0, 0};
     if (chunk >= stop) return next;
     const RowPlace place = rows.place(chunk);
     if (chunk + NUM_WARPS < stop) next = rows.place(chunk + NUM_WARPS);
-    tiles.load_k(rows.k_row(chunk, place), params.head_dim);
-    tiles.load_v(rows.v_row(chunk, place), params.head_dim);
+    load_k(tiles, rows, chunk, place);
+    load_v(tiles, rows, chunk, place);
     return next;
   }
 };
@@ -278,14 +345,15 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
     Segment& following = storage.segments[number_after(number)];
     block.stage_queries(s);
     if (threadIdx.x == 0) set_next_segment<ROWS, KEYS>(following, params, s);
-    block.append(s);
+    if constexpr (!Block::NARROW) block.append(s);
     __syncthreads();  // the queries and the next segment are in shared memory
 
     QueryPair<Block::TILES> queries[Block::QUERY_TILES];
     float o[Block::QUERY_TILES][Block::BLOCKS][4][4] = {};
-    block.attend(s, tiles, next, o, queries);
+    typename Block::Range range;
+    block.attend(s, tiles, next, o, queries, range);
     if (following.batch >= 0) next = block.begin(following, tiles);
-    block.finish(s, o, queries);
+    block.finish(s, o, queries, range);
     if (following.batch < 0) break;
     number = number_after(number);
   }
