@@ -2,13 +2,9 @@
 #pragma once
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dependent_launch.cuh"
-#include "flash_decode_merge.cuh"
 #include "flash_decode_narrow.cuh"
+#include "flash_decode_rows.cuh"
 #include "flash_decode_softmax.cuh"
-
-constexpr int SEGMENTS = 4;  // the first, the one before, the present one, and the next
-
-__device__ __forceinline__ int number_after(int number) { return number % (SEGMENTS - 1) + 1; }
 
 // What a cache of 8 bits adds: the units of the queries (to_range_f16()).
 template <int KIND, int ROWS>
@@ -37,7 +33,7 @@ __host__ __device__ constexpr int decode_blocks(int head_dim, int rows) {
 
 // KIND is that of the cache (narrow.cuh).
 template <typename T, int KIND, int HEAD_DIM, int ROWS, int ARCH>
-struct DecodeBlock {
+struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
   static_assert(HEAD_DIM % 64 == 0 && ROWS % 8 == 0, "columns come in 64s, rows in 8s");
   static constexpr bool NARROW = KIND != SAME;
   static constexpr int BLOCKS = HEAD_DIM / 64;
@@ -50,15 +46,9 @@ struct DecodeBlock {
   using Rows = SegmentRows<typename Choose<NARROW, uint8_t, T>::Type, KEYS>;
   using Range = ValueRange<KIND>;
 
-  const FlashDecodeParams& params;
+  using Base = DecodeRows<T, HEAD_DIM, ROWS>;
+  using Base::params;
   Storage& storage;
-
-  // Element offset of a row of q or out.
-  __device__ int64_t offset(const Strides& strides, const Segment& s, int row) const {
-    const int token = (s.first_row + row) / params.group;
-    const int head = s.kv_head * params.group + s.first_row + row - token * params.group;
-    return strides.at(s.batch, s.sequence.first_token + token, head);
-  }
 
   // Queries, and what the options need of them, to shared memory.
   __device__ void stage_queries(const Segment& s) const {
@@ -66,13 +56,7 @@ struct DecodeBlock {
       stage_in_range(s);
     else
       stage_as_they_are(s);
-    if (const int i = threadIdx.x; i < ROWS) {
-      const int row = s.first_row + min(i, s.rows - 1), token = row / params.group;
-      const int head = s.kv_head * params.group + row - token * params.group;
-      const float* slopes = params.alibi_slopes;
-      const float slope = slopes ? slopes[s.batch * params.alibi_batch_stride + head] : 0.f;
-      storage.rows[i] = {s.sequence.length - s.sequence.tokens + token, slope * LOG2E};
-    }
+    if (const int i = threadIdx.x; i < ROWS) storage.rows[i] = this->query_row(s, i);
   }
 
   __device__ __forceinline__ void stage_as_they_are(const Segment& s) const {
@@ -82,7 +66,7 @@ struct DecodeBlock {
       uint4 eight = {0, 0, 0, 0};
       if (row < s.rows && column < params.head_dim)
         eight = *reinterpret_cast<const uint4*>(static_cast<const T*>(params.q) +
-                                                offset(params.q_strides, s, row) + column);
+                                                this->offset(params.q_strides, s, row) + column);
       storage.q[i / HEAD_DIM][i % HEAD_DIM / 32][i % 32] = eight;
     }
   }
@@ -94,7 +78,8 @@ struct DecodeBlock {
     for (int row = threadIdx.x / 32; row < ROWS; row += NUM_WARPS) {
       float values[8] = {};
       if (row < s.rows && column < params.head_dim) {
-        const T* q = static_cast<const T*>(params.q) + offset(params.q_strides, s, row) + column;
+        const T* q =
+            static_cast<const T*>(params.q) + this->offset(params.q_strides, s, row) + column;
         const Words<T, 8> words = load_words<8>(q);
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[i] = words.at(i);
@@ -131,29 +116,6 @@ struct DecodeBlock {
     }
   }
 
-  __device__ void write(const Segment& s, int row, int column, const float (&out)[4],
-                        Sum sum) const {
-    if (column >= params.head_dim) return;
-    const int token = (s.first_row + row) / params.group;
-    const int head = s.kv_head * params.group + s.first_row + row - token * params.group;
-    float factor = 1.f;
-    if (params.sinks) {  // one more logit, with a value of zeros
-      const float sink = params.sinks[head] * LOG2E, max = fmaxf(sum.max, sink);
-      factor = weight_of(sum.max, max);
-      sum = {max, sum.total * factor + weight_of(sink, max)};
-    }
-    const bool empty = sum.total == 0.f;  // a row that saw no key; a NaN is not empty
-    factor *= empty ? 0.f : rcp_approx(sum.total);
-    const float scaled[4] = {out[0] * factor, out[1] * factor, out[2] * factor, out[3] * factor};
-    T* to = static_cast<T*>(params.out) + offset(params.out_strides, s, row) + column;
-    const Words<T, 4> words = round_words<T>(scaled);
-    *reinterpret_cast<uint2*>(to) = make_uint2(words.words[0], words.words[1]);
-    if (params.lse && column == 0)
-      params.lse[s.batch * params.lse_batch_stride + head * params.lse_head_stride +
-                 s.sequence.first_token + token] =
-          empty ? -INF : (sum.max + log2_of_sum(sum.total)) * LN2;
-  }
-
   // The results of all warps to shared memory, eight rows after the other, and from there, merged,
   // to out or to the part.
   __device__ __forceinline__ void finish(const Segment& s,
@@ -171,39 +133,10 @@ struct DecodeBlock {
         if (n * 8 + row >= s.rows) break;
         float out[4];
         const Sum sum = merge_warps(row, column, out);
-        if (s.parts == 1)
-          write(s, n * 8 + row, column, out, sum);
-        else
-          store_row(parts()[s.slot(s.part, fixed())], n * 8 + row, column, out, sum);
+        this->put(s, n * 8 + row, column, out, sum);
       }
     }
   }
-
-  // Merges the units of the first and of the last segment, if their parts were the last ones. No
-  // other segment of a block has parts elsewhere.
-  __device__ __forceinline__ void finish_units(int last) const {
-    __syncthreads();  // the parts are stored
-    if (const int i = threadIdx.x; i == 0 || i == 32) {
-      const Segment& s = storage.segments[i == 0 ? 0 : last];
-      storage.last[i / 32] =
-          s.parts > 1 && (i == 0 || last > 0) && count_part(s, params.counters, fixed());
-    }
-    __syncthreads();  // `last` is written
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      if (!storage.last[i]) continue;
-      const Segment& s = storage.segments[i == 0 ? 0 : last];
-      merge_unit(parts(), params.counters, s, fixed(), storage.last[2],
-                 [&](int row, int column, const float (&out)[4], Sum sum) {
-                   write(s, row, column, out, sum);
-                 });
-    }
-  }
-
-  __device__ DecodePart<HEAD_DIM, ROWS>* parts() const {
-    return static_cast<DecodePart<HEAD_DIM, ROWS>*>(params.parts);
-  }
-  __device__ bool fixed() const { return params.num_splits > 0; }
 
   __device__ __forceinline__ void store_warp(const float (&o)[BLOCKS][4][4],
                                              const QueryPair<TILES>& queries, float factor) const {
@@ -329,7 +262,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
                                             typename Block::Storage& storage) {
   constexpr int ROWS = Block::QUERY_TILES * 8, KEYS = Block::KEYS;
   launch_next_kernel();
-  const Block block{params, storage};
+  const Block block{{params}, storage};
   if (!first_segment<ROWS, KEYS>(params, storage.segments[0], storage.rounds)) {
     if (blockIdx.x == 0) wait_for_previous_kernel();  // one block of a grid must, the others may
     return;
@@ -357,5 +290,5 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
     if (following.batch < 0) break;
     number = number_after(number);
   }
-  block.finish_units(number);
+  block.finish_units(storage.segments, storage.last, number);
 }

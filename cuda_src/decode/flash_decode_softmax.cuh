@@ -4,13 +4,7 @@
 #pragma once
 #include "../ptx/stmatrix.cuh"
 #include "flash_decode_keys.cuh"
-#include "flash_decode_merge.cuh"
-
-// What the options need of a query.
-struct QueryRow {
-  int diagonal;      // the key that it meets on the diagonal
-  float slope_log2;  // of ALiBi, times log2(e)
-};
+#include "flash_decode_rows.cuh"
 
 // Turns the products of 16 * TILES keys from `first` on, with the queries of `rows` from 2c on,
 // into scores times log2(e). Keys from `end` on are none.
