@@ -1,28 +1,35 @@
 """Attention of one new token to a KV cache, which it enters, beside SDPA's backends.
 
     python -m bench decode
+    python -m bench decode --bars --seconds 400 --output decode_bars
     python -m bench decode --batch 1 --length 32768 131072 --output decode_long
     python -m bench decode --model 32/8 --batch 32 --length 512 --longest 131072 --output ragged
 
 Heads of GPT-2 small, Llama 3 8B, Qwen 2.5 7B and Gemma 2 9B, or of the numbers that the name gives
 (of q, and of k and v, of 128); batch 1, 8 and 32; 512 and 8192 tokens in the cache. The peers write
 the token into the cache and run SDPA on it, or with --attend-only just that; cupyflash does both in
-one launch. Several tokens, pages and sequences of two lengths are for cupyflash alone. Bytes are
-those of the keys and values, each read once. Clock and rounds are those of
-bench attention. Results are compared with float64 first; an implementation that is wrong is
-reported and left out. The exit status is 1 if cupyflash was wrong.
+one launch, with a cache of 8 bits in two. FlashAttention-3 (the module `flash_attn_interface`) only
+attends. Several tokens, pages and sequences of two lengths are for it and cupyflash alone, and 8
+bits for cupyflash. With --bars the shapes are those of `bars.py`, which then compares their times
+with bounds; cells begin within --seconds, and the results file has those that were measured. Bytes
+are those of the keys and values, each read once, and of their scales. Clock and rounds are those of
+bench attention. Results are compared with float64 first, those of the first and the last sequence,
+and of three tokens; an implementation that is wrong is reported and left out. The exit status is 1
+if cupyflash was wrong.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from bench.decode import bars
 from bench.lib import data, harness
 from bench.lib.providers import PROVIDERS
 from bench.lib.report import Row
 
-IMPLS = ("cupyflash", "sdpa-cudnn", "sdpa-flash", "sdpa-math")
+IMPLS = ("cupyflash", "sdpa-cudnn", "sdpa-flash", "sdpa-math", "flash-attn-3")
 HEADS = {  # of q, of k and v, head dim
     "gpt2-small": (12, 12, 64),
     "llama3-8b": (32, 8, 128),
@@ -30,6 +37,8 @@ HEADS = {  # of q, of k and v, head dim
     "gemma2-9b": (16, 8, 256),
 }
 ON_DEMAND = {"32/8": (32, 8, 128), "64/8": (64, 8, 128), "32/4": (32, 4, 128)}
+# Caches of 8 bits: the largest number, and the scale of all tokens, with which 16 bits are exact.
+NARROW = {"int8": (127, 2**-5), "float8_e4m3fn": (448, 2**-7)}
 PROTOCOL = harness.CLOCK + "; gbps counts keys and values once"
 
 
@@ -41,6 +50,8 @@ class DecodeProblem:
         page: keys of a page of the cache; 0 is a contiguous cache.
         longest: the length of the last sequence; 0 is that of all.
         attend_only: the peers find the keys in the cache.
+        cache: the dtype of a cache of 8 bits with a scale for each token and head, or "".
+        splits: `num_splits` of cupyflash.
     """
 
     dtype: str
@@ -51,10 +62,13 @@ class DecodeProblem:
     page: int = 0
     longest: int = 0
     attend_only: bool = False
+    cache: str = ""
+    splits: int = 0
 
     def __str__(self) -> str:
         text = f"{self.model} {self.dtype} B={self.batch} S={self.length}"
         others = {"N": self.tokens - 1 and self.tokens, "page": self.page, "longest": self.longest}
+        others |= {"cache": self.cache, "splits": self.splits}
         return " ".join((text, *(f"{name}={x}" for name, x in others.items() if x)))
 
     @property
@@ -70,14 +84,14 @@ class DecodeProblem:
     @property
     def is_plain(self) -> bool:
         """Whether SDPA computes it in one call."""
-        return self.tokens == 1 and not self.page and not self.longest
+        return self.tokens == 1 and not (self.page or self.longest or self.cache or self.splits)
 
     @property
     def bytes(self) -> int:
-        """The bytes of keys and values."""
+        """The bytes of keys and values, and of their scales."""
         _, heads_kv, head_dim = self.heads
-        item = 4 if self.dtype == "float32" else 2
-        return item * 2 * sum(self.lengths) * heads_kv * head_dim
+        row = head_dim + 4 if self.cache else head_dim * (4 if self.dtype == "float32" else 2)
+        return 2 * sum(self.lengths) * heads_kv * row
 
     def row(self, **fields: Any) -> Row:
         """A row of a results file."""
@@ -93,27 +107,62 @@ class DecodeProblem:
             shape = (self.batch, length, heads, head_dim)
             return data.random(shape, self.dtype, source)
 
-        new = [random(self.tokens, heads) for heads in (heads_q, heads_kv, heads_kv)]
-        return *new, *(random(max(self.lengths), heads_kv) for _ in range(2))
+        q = random(self.tokens, heads_q)
+        rows = [random(self.tokens, heads_kv) for _ in range(2)]
+        rows += [random(max(self.lengths), heads_kv) for _ in range(2)]
+        return q, *(map(self._of_8_bits, rows) if self.cache else rows)
+
+    def _of_8_bits(self, x: Any) -> Any:
+        """Rows that a cache of 8 bits has exactly, each with the largest number in front."""
+        largest, scale = NARROW[self.cache]
+        x[..., 0] = largest * scale
+        return (self._narrow(x).to(x.dtype) * scale).to(x.dtype)
+
+    def _narrow(self, x: Any) -> Any:
+        """The numbers of 8 bits that stand for these."""
+        import torch
+
+        largest, scale = NARROW[self.cache]
+        numbers = (x / scale).clamp(-largest, largest)
+        numbers = numbers.round() if self.cache == "int8" else numbers
+        return numbers.to(getattr(torch, self.cache))
+
+    def ends(self) -> "DecodeProblem":
+        """The first and the last sequence."""
+        return dataclasses.replace(self, batch=min(2, self.batch))
+
+    def at_ends(self, x: Any) -> Any:
+        """A copy of what belongs to `ends`."""
+        return x[:: max(1, self.batch - 1)].clone()
+
+    @property
+    def seen_tokens(self) -> list[int]:
+        """The new tokens whose results are compared."""
+        return sorted({0, self.tokens // 2, self.tokens - 1})
 
     def call(self, impl: str, tensors: tuple[Any, ...]) -> Callable[[], Any]:
         """The tokens enter the caches and attend to them: (batch, tokens, heads_q, head_dim)."""
         q, k, v, k_cache, v_cache = tensors
         if impl == "cupyflash":
             return self._ours(tensors)
+        if impl == "flash-attn-3":
+            return self._flash_attn_3(tensors)
         provider = PROVIDERS[impl]
         attention = provider.load()
         if not self.is_plain:
             return lambda: self._one_by_one(attention, tensors)
         views = [x.transpose(1, 2) for x in (q, k_cache, v_cache)]
-        k_cache[:, -1:], v_cache[:, -1:] = k, v  # with the new token, whoever calls first
+
+        def append() -> None:
+            k_cache[:, -1:], v_cache[:, -1:] = k, v
 
         def run() -> Any:
             if not self.attend_only:
-                k_cache[:, -1:], v_cache[:, -1:] = k, v
+                append()
             with provider.scope():
                 return attention(*views, False).transpose(1, 2)
 
+        append()  # with the new token in the cache, whoever calls first
         return run
 
     def _ours(self, tensors: tuple[Any, ...]) -> Callable[[], Any]:
@@ -122,51 +171,89 @@ class DecodeProblem:
         import cupyflash
 
         q, k, v, *caches = tensors
-        int32 = {"dtype": torch.int32, "device": q.device}
-        positions = torch.tensor([n - self.tokens for n in self.lengths], **int32)
-        options = {}
+        positions = self._int32([n - self.tokens for n in self.lengths])
+        options = {"num_splits": self.splits}
+        if self.cache:
+            shape, (_, scale) = caches[0].shape[:3], NARROW[self.cache]
+            caches = [self._narrow(x) for x in caches]
+            scales = [torch.full(shape, scale, device=q.device) for _ in caches]
+            caches = [*caches, *scales]
         if self.page:
-            per_sequence = -(-caches[0].shape[1] // self.page)
-            order = torch.randperm(self.batch * per_sequence).to(q.device)
-            caches = [self._in_pages(x, order) for x in caches]
-            options["page_table"] = order.reshape(self.batch, per_sequence).to(torch.int32)
+            caches, options["page_table"] = self._paged(caches)
+        options |= dict(zip(("k_scale", "v_scale"), caches[2:]))
+        caches = caches[:2]
         return lambda: cupyflash.attention_with_cache(q, k, v, *caches, positions, **options)
+
+    def _flash_attn_3(self, tensors: tuple[Any, ...]) -> Callable[[], Any]:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        q, k, v, *caches = tensors
+        for cache, new in zip(caches, (k, v)):
+            for b, length in enumerate(self.lengths):
+                cache[b, length - self.tokens : length] = new[b]
+        options = {"cache_seqlens": self._int32(self.lengths), "causal": True}
+        if self.page:
+            caches, options["page_table"] = self._paged(caches)
+        return lambda: flash_attn_with_kvcache(q, *caches, **options)
+
+    def _int32(self, numbers: list[int]) -> Any:
+        import torch
+
+        return torch.tensor(numbers, dtype=torch.int32, device=data.DEVICE)
+
+    def _paged(self, caches: list[Any]) -> tuple[list[Any], Any]:
+        """The caches in pages of a random order, and their table."""
+        import torch
+
+        per_sequence = -(-caches[0].shape[1] // self.page)
+        order = torch.randperm(self.batch * per_sequence).to(caches[0].device)
+        table = order.reshape(self.batch, per_sequence).to(torch.int32)
+        return [self._in_pages(x, order) for x in caches], table
 
     def _in_pages(self, cache: Any, order: Any) -> Any:
         """The pages of a contiguous cache; those of a sequence in this order."""
         import torch
 
         padding = -cache.shape[1] % self.page
-        padded = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, padding))
+        behind = (0, 0) * (cache.dim() - 2)
+        padded = torch.nn.functional.pad(cache, (*behind, 0, padding))
         pages = padded.reshape(-1, self.page, *cache.shape[2:])
         placed = torch.empty_like(pages)
         placed[order] = pages
         return placed
 
     def _one_by_one(self, attention: Callable, tensors: tuple[Any, ...]) -> Any:
-        """The result, a token of a sequence after the other."""
+        """The results of `seen_tokens`, a token of a sequence after the other."""
         import torch
 
         q, k, v, *caches = tensors
-        out = torch.empty_like(q)
+        out = torch.empty_like(q[:, self.seen_tokens])
         for b, length in enumerate(self.lengths):
             for cache, new in zip(caches, (k, v)):
                 cache[b, length - self.tokens : length] = new[b]
-            for i in range(self.tokens):
+            for number, i in enumerate(self.seen_tokens):
                 seen = (x[b : b + 1, : length - self.tokens + i + 1] for x in caches)
                 views = [x.transpose(1, 2) for x in (q[b : b + 1, i : i + 1], *seen)]
-                out[b, i] = attention(*views, False)[0, :, 0]
+                out[b, number] = attention(*views, False)[0, :, 0]
         return out
 
 
 def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
     """One implementation, after its result was compared with float64."""
-    tensors = problem.tensors()
-    exact = problem.call("sdpa-math", tuple(x.double() for x in tensors))()
-    eager = problem.call("sdpa-math", problem.tensors())()
+    tensors, ends = problem.tensors(), problem.ends()
+    few = [problem.at_ends(x) for x in tensors]
+    exact = ends.call("sdpa-math", tuple(x.double() for x in few))()
+    eager = ends.call("sdpa-math", tuple(few))()
     call = problem.call(impl, tensors)
-    harness.assert_right(call(), exact, eager)
+    found = problem.at_ends(call())[:, problem.seen_tokens]
+    harness.assert_right(found, exact, eager)
     return call
+
+
+def in_time(cells: Iterable[Any], seconds: float) -> Iterator[Any]:
+    """The cells that begin within so many seconds."""
+    begin = time.monotonic()
+    return itertools.takewhile(lambda _: time.monotonic() - begin < seconds, cells)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -178,11 +265,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--page", nargs="+", type=int, default=[0])
     parser.add_argument("--longest", type=int, default=0)
     parser.add_argument("--attend-only", action="store_true")
+    parser.add_argument("--cache", choices=tuple(NARROW), default="", help="of 8 bits")
+    parser.add_argument("--splits", type=int, default=0, help="num_splits of cupyflash")
+    parser.add_argument("--bars", action="store_true", help="the shapes of bars.py instead")
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no cell begins")
     options = parser.parse_args(arguments)
     run = harness.Run("decode", PROTOCOL, arguments, options)
     each = (options.dtype, options.model, options.batch, options.length, options.tokens)
-    for sizes in run.each(itertools.product(*each, options.page)):
-        problem = DecodeProblem(*sizes, options.longest, options.attend_only)
-        impls = options.impls if problem.is_plain else ["cupyflash"]
-        run.compare_bytes(problem, impls, checked_call)
-    return run.finish(harness.table_of_bytes(run))
+    rest = (options.longest, options.attend_only, options.cache, options.splits)
+    problems = [DecodeProblem(*sizes, *rest) for sizes in itertools.product(*each, options.page)]
+    if options.bars:
+        problems = bars.problems(DecodeProblem)
+    for problem in in_time(run.each(problems), options.seconds):
+        alone = [x for x in ("cupyflash", "flash-attn-3") if x in options.impls]
+        run.compare_bytes(problem, options.impls if problem.is_plain else alone, checked_call)
+    tables = [harness.table_of_bytes(run)]
+    if options.bars:
+        tables.append(bars.table(run.rows, run.fields["copy_gbps"]))
+    return run.finish(*tables)

@@ -30,7 +30,8 @@ template <int N, bool ONCE = false, typename T>
 __device__ __forceinline__ Words<T, N> load_words(const T* data) {
   Words<T, N> result;
   if constexpr (Words<T, N>::COUNT == 2) {
-    const uint2 v = *reinterpret_cast<const uint2*>(data);
+    const uint2* address = reinterpret_cast<const uint2*>(data);
+    const uint2 v = ONCE ? ld_global_once_64(address) : *address;
     result.words[0] = v.x, result.words[1] = v.y;
   } else if constexpr (N > 1) {
 #pragma unroll

@@ -62,6 +62,12 @@ struct SegmentRows {
                                params.pages.existing(at.page), at.row);
   }
 
+  // The scale of a key or value of a cache of 8 bits.
+  __device__ float scale(const void* scales, const Strides& strides, RowPlace at) const {
+    const int page = params.pages.existing(at.page);
+    return static_cast<const float*>(scales)[strides.at(page, at.row, segment.kv_head)];
+  }
+
  private:
   __device__ const T* row(const void* data, const Strides& strides, int batch, int row) const {
     return static_cast<const T*>(data) + strides.at(batch, row, segment.kv_head);

@@ -4,13 +4,7 @@
 #pragma once
 #include "../ptx/stmatrix.cuh"
 #include "flash_decode_keys.cuh"
-#include "flash_decode_merge.cuh"
-
-// What the options need of a query.
-struct QueryRow {
-  int diagonal;      // the key that it meets on the diagonal
-  float slope_log2;  // of ALiBi, times log2(e)
-};
+#include "flash_decode_rows.cuh"
 
 // Turns the products of 16 * TILES keys from `first` on, with the queries of `rows` from 2c on,
 // into scores times log2(e). Keys from `end` on are none.
@@ -49,10 +43,8 @@ struct QueryPair {
   float max[2] = {-INF, -INF};
   float total[2] = {0.f, 0.f};
 
-  // Turns scores into weights, packed as an operand of the product with the values. rescale is the
-  // factor for the outputs so far.
-  template <typename T, int ARCH>
-  __device__ void update(float (&s)[TILES][4], uint32_t (&p)[TILES][2], float (&rescale)[2]) {
+  // Turns scores into weights. rescale is the factor for the outputs so far.
+  __device__ void update(float (&s)[TILES][4], float (&rescale)[2]) {
 #pragma unroll
     for (int query = 0; query < 2; ++query) {
       float new_max = max[query];
@@ -71,11 +63,6 @@ struct QueryPair {
         total[query] += score;
       }
     }
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) {
-      const float* weights = s[i / 2] + i % 2 * 2;
-      p[i / 2][i % 2] = movmatrix_trans(pack<T, ARCH>(weights[0], weights[1]));
-    }
   }
 
   // The sum of a query over all lanes.
@@ -86,3 +73,13 @@ struct QueryPair {
     return {max[query], all};
   }
 };
+
+// Weights as an operand of the product with the values.
+template <typename T, int ARCH, int TILES>
+__device__ __forceinline__ void pack_weights(const float (&s)[TILES][4], uint32_t (&p)[TILES][2]) {
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; ++i) {
+    const float* weights = s[i / 2] + i % 2 * 2;
+    p[i / 2][i % 2] = movmatrix_trans(pack<T, ARCH>(weights[0], weights[1]));
+  }
+}

@@ -1,6 +1,7 @@
 // Numbers of 8 bits in a cache: int8, or e4m3 (float8_e4m3fn: 4 bits of exponent, 3 of mantissa, no
 // infinities, the largest number 448). Both are rounded to the nearest, ties to even, and saturate.
-// They are converted by integer arithmetic, as only sm_89 and newer have instructions for e4m3.
+// One at a time they are converted by integer arithmetic, as only sm_89 and newer have instructions
+// for e4m3; widen() makes four of them float16, which has all numbers of either kind.
 #pragma once
 #include "../ptx/math.cuh"
 
@@ -49,4 +50,26 @@ __device__ __forceinline__ uint8_t to_narrow(float x) {
 template <int KIND>
 __device__ __forceinline__ float from_narrow(uint32_t bits) {
   return KIND == INT8 ? from_int8(bits) : from_e4m3(bits);
+}
+
+// Four numbers as float16, the first two in `low`.
+template <int KIND, int ARCH>
+__device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& high) {
+  if constexpr (KIND == INT8) {
+    // 0x6400 is 1024, whose last bit counts 1, so behind it a byte of x + 128 is 1152 + x.
+    const uint32_t bytes = four ^ 0x80808080u;
+    low = sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4140), 0x64806480u);
+    high = sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4342), 0x64806480u);
+  } else if constexpr (ARCH >= 90) {
+    low = cvt_f16x2_e4m3x2(four), high = cvt_f16x2_e4m3x2(four >> 16);
+  } else {
+    // The fields of x, at those of a float16, are x / 256. A NaN is 1.875, and the only number that
+    // overflows when it is multiplied by 36000; infinity times 0 is a NaN.
+    const auto place = [](uint32_t bytes) {
+      const uint32_t parts = (bytes >> 1 & 0x3f803f80u) | (bytes & 0x80008000u);
+      const uint32_t large = mul_f16x2(parts, 0x78657865u);
+      return fma_f16x2(large, 0, mul_f16x2(parts, 0x5c005c00u));
+    };
+    low = place(__byte_perm(four, 0, 0x1404)), high = place(__byte_perm(four, 0, 0x3424));
+  }
 }

@@ -65,7 +65,8 @@ struct CacheGatherParams {
   int head_dim;
 };
 
-// Packed sequences have batch stride 0, and cu_seqlens_q gives the first row.
+// Packed sequences have batch stride 0, and cu_seqlens_q gives the first row. For a cache of 8 bits
+// k and v are its scales, float32 [num_pages, page_size, heads_kv]; the new keys are in the cache.
 struct FlashDecodeParams {
   const void* q;            // [batch, seqlen, heads_q, head_dim]
   const void* k;            // [batch, seqlen, heads_kv, head_dim], the new keys; null: in the cache

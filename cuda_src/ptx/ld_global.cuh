@@ -18,11 +18,19 @@ __device__ __forceinline__ uint4 ld_global_stream_128(const void* address) {
   return v;
 }
 
-// Loads 16 bytes that are read once and that this launch may have written.
+// Loads 16 or 8 bytes that are read once and that this launch may have written.
 __device__ __forceinline__ uint4 ld_global_once_128(const void* address) {
   uint4 v;
   asm volatile("ld.global" NO_ALLOCATE ".v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint2 ld_global_once_64(const void* address) {
+  uint2 v;
+  asm volatile("ld.global" NO_ALLOCATE ".v2.b32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
                : "l"(address));
   return v;
 }

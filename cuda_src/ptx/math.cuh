@@ -70,7 +70,7 @@ __device__ __forceinline__ uint64_t mul_wide(uint32_t a, uint32_t b) {
   return c;
 }
 
-// Products and minima of two 16-bit numbers that are packed in one register. A NaN stays a NaN.
+// Arithmetic of two 16-bit numbers that are packed in one register. A NaN stays a NaN.
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -84,6 +84,29 @@ __device__ __forceinline__ uint32_t min_bf16x2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t min_f16x2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+
+// Two e4m3 numbers as float16, which has all of them. sm_89 and newer.
+__device__ __forceinline__ uint32_t cvt_f16x2_e4m3x2(uint16_t bits) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(bits));
   return r;
 }
 

@@ -13,7 +13,7 @@ from matrix import each_library
 from places import PYTHONPATH
 from targets import has
 
-from cupyflash.ops.decode import plans
+from cupyflash.ops.decode import paged_rows
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 2**31 - 1))
 
@@ -21,7 +21,7 @@ SIZES = st.one_of(st.integers(1, 300), st.integers(1, 2**31 - 1))
 @given(key=st.integers(0, 2**31 - 1), size=SIZES)
 def test_division(key, size):
     """page_of() in paged_rows.cuh is exact, at the edges of a page above all."""
-    shift, multiplier = plans.division(size)
+    shift, multiplier = paged_rows.division(size)
     assert multiplier < 2**32
     for k in (key, key // size * size, max(0, key // size * size - 1), 2**31 - 1):
         assert 2 * k * multiplier >> 32 >> shift == k // size
@@ -77,13 +77,27 @@ def test_emulated(tmp_path):
 @each_library(library="torch", device="cuda")
 def test_on_a_gpu(target):
     """The same calls, with more blocks, each twice: the counters are 0 again."""
-    from paged_calls import CASES, FIXED, LONG, ROWS, Call, check_fixed_splits, grid_of
+    from paged_calls import (
+        CASES,
+        FIXED,
+        LONG,
+        NARROW_CASES,
+        ROWS,
+        Call,
+        NarrowCall,
+        check_fixed_splits,
+        grid_of,
+    )
 
     for case in (*CASES, LONG):
         for blocks in (None, 1, 7, 400):
             with grid_of(None if case.num_splits else blocks):
                 for _ in range(2):
                     Call(case, "cuda").check()
+    for case in NARROW_CASES:
+        for blocks in (None, 1, 7, 400):
+            with grid_of(None if case.num_splits else blocks):
+                NarrowCall(case, "cuda").check()
     check_fixed_splits(FIXED, "cuda")
     for rows in ROWS:
         rows.check("cuda")

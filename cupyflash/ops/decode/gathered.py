@@ -14,6 +14,7 @@ from ..attention.options import Extras, plain_options
 from . import kv_cache
 from .cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
 from .cached_checks import NARROW
+from .kv_cache import APPENDED
 
 
 class GatheredPlan:
@@ -50,10 +51,7 @@ class GatheredPlan:
         function, library, q = self.function, self.library, call["q"]
         with array_operations(q):
             if self.shape.appends:
-                places = ("positions", "page_table", "sequences")
-                names = ("k", "v", "k_cache", "v_cache", *places)
-                rest = (None, call["cu_seqlens_q"], call["k_scale"], call["v_scale"])
-                kv_cache.append(function, library, (*(call[name] for name in names), *rest))
+                kv_cache.append(function, library, tuple(map(call.get, APPENDED)))
             lengths, starts = self._lengths(call)
             k, v, counts = call["k_cache"], call["v_cache"], lengths
             if self.gathers:

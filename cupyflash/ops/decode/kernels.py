@@ -13,7 +13,7 @@ from .cached import CachedShape
 work = header("decode/decode_work.cuh")
 
 CACHE_KINDS = ("", "int8", "float8_e4m3fn")  # dtypes, as narrow.cuh numbers them; "" is that of k
-DECODE_KEYS = {64: 32, 128: 16, 192: 16, 256: 16}  # keys in a load of a warp, by head_dim
+NARROW_KINDS = (1, 2)  # those of 8 bits
 MAX_ROWS = 16  # queries that one unit takes
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8,), 256: (8,)}  # by head_dim of the tiles
@@ -84,6 +84,11 @@ class FlashDecode(KernelConfig):
     arch: int
 
     @property
+    def keys(self) -> int:
+        """Keys in a load of a warp."""
+        return 32 if self.head_dim == 64 else 16
+
+    @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor runs at a time."""
         if self.head_dim > 192 and self.arch == 75:
@@ -94,6 +99,24 @@ class FlashDecode(KernelConfig):
     def part_size(self) -> int:
         """Floats of DecodePart in flash_decode_merge.cuh."""
         return self.rows * (self.head_dim + 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashDecodeNarrow(FlashDecode):
+    """The same with a cache of 8 bits.
+
+    Attributes:
+        kind: of the cache, an index into `CACHE_KINDS`.
+    """
+
+    source: ClassVar[str] = "decode/flash_decode_narrow.cu"
+
+    kind: int
+
+    @property
+    def keys(self) -> int:
+        """Keys in a load of a warp."""
+        return 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +135,21 @@ def vector(dtype: str, aligned: bool) -> int:
     return vector_width(dtype) if aligned else 1
 
 
-def flash_decode(dtype: str, shape: CachedShape, capability: tuple[int, int]) -> FlashDecode | None:
-    """The kernel for new tokens and a cache; None if another way is faster or needed."""
+def flash_decode(
+    dtype: str, kind: int, shape: CachedShape, capability: tuple[int, int]
+) -> FlashDecode | None:
+    """The kernel for new tokens and a cache; None if another way is faster or needed.
+
+    Args:
+        kind: of the cache, an index into `CACHE_KINDS`.
+    """
     arch, rows = _decode_arch(dtype, capability), decode_rows(shape)
     if arch is None or (shape.seqlen_q > MAX_TOKENS and rows > MAX_ROWS):
         return None
     head_dim = -(-shape.head_dim // 64) * 64
     fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
+    if kind:
+        return FlashDecodeNarrow(dtype, head_dim, fitting[0], arch, kind)
     return FlashDecode(dtype, head_dim, fitting[0], arch)
 
 
@@ -134,7 +165,7 @@ def decode_units(config: FlashDecode, shape: CachedShape) -> int:
 
 def decode_rounds(config: FlashDecode, shape: CachedShape) -> int:
     """The most rounds of all units (decode_work.cuh)."""
-    keys = DECODE_KEYS[config.head_dim] * work.NUM_WARPS
+    keys = config.keys * work.NUM_WARPS
     return decode_units(config, shape) * (-(-shape.max_length // keys) + 1)
 
 
@@ -171,3 +202,5 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
         if arch is not None:
             for rows in DECODE_ROWS[head_dim]:
                 yield FlashDecode(dtype, head_dim, rows, arch)
+                for kind in NARROW_KINDS:
+                    yield FlashDecodeNarrow(dtype, head_dim, rows, arch, kind)

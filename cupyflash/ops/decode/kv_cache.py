@@ -11,7 +11,7 @@ from ...runtime.launch import Launch
 from ...runtime.operation import Plan, Plans
 from ...runtime.structs import header
 from . import kernels
-from .plans import paged_rows
+from .paged_rows import paged_rows
 
 attention_structs = header("attention/params.cuh")
 structs = header("decode/params.cuh")

@@ -1,4 +1,7 @@
-"""Attention to a cache in one launch: the kernel ``cuda_src/decode/flash_decode.cu``."""
+"""Attention to a cache in one launch: the kernel ``cuda_src/decode/flash_decode.cu``.
+
+To a cache of 8 bits it is ``flash_decode_narrow.cu``, behind the launch that appends.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,17 +16,18 @@ from ...runtime.launch import Launch
 from ...runtime.operation import Plan
 from ...runtime.scratch import tile_counters
 from ...runtime.structs import header
-from . import kernels
-from .cached import ARRAYS, CachedOptions, CachedShape
+from . import kernels, kv_cache
+from .cached import ARRAYS, CACHES, CachedOptions, CachedShape
+from .cached_checks import NARROW
+from .paged_rows import paged_rows
 
 attention_structs = header("attention/params.cuh")
 structs = header("decode/params.cuh")
 
 FUNCTION = "attention_with_cache"
 TENSORS = ("q", "k", "v", "k_cache", "v_cache", "out")
-POSITIONS, SCALES, OUT = map(ARRAYS.index, ("positions", "k_scale", "out"))
+OLD, POSITIONS, SCALES, OUT = map(ARRAYS.index, ("k_cache", "positions", "k_scale", "out"))
 MAX_CAPACITY = 2**29  # keys of a sequence, so that sums of lengths and windows fit 32 bits
-MAX_KEYS = 2**31 - 1  # of a sequence, for kernels that know no windows
 MAX_WINDOW = 2**30
 MAX_ROUNDS = 2**30  # of all units together, so that their sums fit 32 bits
 
@@ -34,8 +38,8 @@ def decode_plan(
     """The plan of a call that one launch computes, or None.
 
     It takes up to 8 new tokens of a sequence, or 16 queries of a head of keys, float16 (sm_75) or
-    bfloat16 (sm_80) with a cache of that dtype, head dims that are multiples of 8 up to 256, and
-    rows at multiples of 16 bytes.
+    bfloat16 (sm_80) with a cache of that dtype or of 8 bits, head dims that are multiples of 8 (16
+    with 8 bits) up to 256, and rows at multiples of 16 bytes.
 
     Args:
         views: of the arrays that are given, by their names in `ARRAYS`.
@@ -44,7 +48,9 @@ def decode_plan(
     if backend == "simt" or not (shape.aligned and _takes(shape, views)):
         return None
     capability = min(capability_of(q.device), (8, 9) if backend == "sm80" else (99, 0))
-    config = kernels.flash_decode(q.dtype, shape, capability)
+    cache = views["k_cache"].dtype
+    kind = kernels.CACHE_KINDS.index(cache) if cache in NARROW else 0
+    config = kernels.flash_decode(q.dtype, kind, shape, capability)
     if config is None or kernels.decode_rounds(config, shape) >= MAX_ROUNDS:
         return None
     return DecodePlan(library, config, shape, options, views)
@@ -52,20 +58,20 @@ def decode_plan(
 
 def _takes(shape: CachedShape, views: Mapping[str, View]) -> bool:
     """Whether the sizes, dtypes and strides are those of the kernel."""
-    tensors = [views[name] for name in TENSORS if name in views]
-    item = ITEM_SIZE[views["q"].dtype]
+    dtype, cache = views["q"].dtype, views["k_cache"].dtype
     rows = all(
-        step * item % 16 == 0
-        for view in tensors
+        step * ITEM_SIZE.get(view.dtype, 1) % 16 == 0
+        for view in (views[name] for name in TENSORS if name in views)
         for size, step in zip(view.shape[:-1], view.strides)
         if size > 1
     )
-    same = len({view.dtype for view in tensors}) == 1
-    return rows and same and shape.head_dim % 8 == 0 and shape.max_length <= MAX_CAPACITY
+    columns = 16 if cache in NARROW else 8
+    fits = shape.head_dim % columns == 0 and shape.max_length <= MAX_CAPACITY
+    return rows and fits and cache in (dtype, *NARROW)
 
 
 class DecodePlan(Plan):
-    """Attention with a cache in one launch."""
+    """Attention with a cache in one launch, and one that appends before it to 8 bits."""
 
     def __init__(
         self,
@@ -77,6 +83,11 @@ class DecodePlan(Plan):
     ) -> None:
         q = views["q"]
         super().__init__(q.device)
+        self.narrow = views["k_cache"].dtype in NARROW
+        self.appends_first = self.narrow and shape.appends
+        if self.narrow:  # the kernel finds the new keys in the cache, and the scales in k and v
+            shape = shape._replace(appends=False)
+            views = {**views, "k": views["k_scale"], "v": views["v_scale"]}
         self.library, self.shape = library, q.shape
         self.strides = library.strides_of_empty(q.shape, q)
         self.lse_shape = _lse_shape(shape) if options.return_lse else None
@@ -88,7 +99,8 @@ class DecodePlan(Plan):
         views = {**views, "out": q._replace(strides=tuple(strides))}
         abreast = 1 if options.num_splits else kernels.heads_abreast(shape.heads_kv, grid)
         grid -= grid % abreast
-        params = _params(shape, options, views, abreast)
+        scales = ("k", "v") if self.narrow else ()
+        params = _params(shape, options, views, scales, abreast)
         self.launch = Launch(config, q.device, require_grid(FUNCTION, grid, q.shape), params)
         self.parts = 0 if options.num_splits == 1 else grid * (1 if options.num_splits else 2)
         self.part_size = config.part_size
@@ -108,13 +120,18 @@ class DecodePlan(Plan):
         lse = None if self.lse_shape is None else library.empty_float32(self.lse_shape, q)
         if self.empty:
             return out, lse
+        if self.appends_first:
+            call = dict(zip(ARRAYS, arrays))
+            kv_cache.append(FUNCTION, library, tuple(map(call.get, kv_cache.APPENDED)))
         stream, scratch = library.stream(self.device_id), (0, 0)
         if self.parts:
             parts = library.empty_float32((self.parts * self.part_size,), q)
             counters, _own = self.counters.address(stream, library, q, self.parts)
             scratch = library.pointer(parts), counters
         results = library.pointer(out), 0 if lse is None else library.pointer(lse)
-        values = (*pointers[:POSITIONS], *results, *pointers[POSITIONS:SCALES], *scratch)
+        new = pointers[SCALES:OUT] if self.narrow else pointers[1:OLD]
+        given = (pointers[0], *new, *pointers[OLD:POSITIONS])
+        values = (*given, *results, *pointers[POSITIONS:SCALES], *scratch)
         self.launch.start(stream, self.launch.argument(*values))
         return out, lse
 
@@ -126,14 +143,22 @@ def _lse_shape(shape: CachedShape) -> tuple[int, ...]:
 
 
 def _params(
-    shape: CachedShape, options: CachedOptions, views: Mapping[str, View], abreast: int
+    shape: CachedShape,
+    options: CachedOptions,
+    views: Mapping[str, View],
+    scales: tuple[str, ...],
+    abreast: int,
 ) -> Any:
+    """The parameters of the kernel; ``scales`` are names of ``views`` in the place of new rows."""
     left, right = (min(x, MAX_WINDOW) for x in options.window or (MAX_WINDOW, MAX_WINDOW))
     slopes = views.get("alibi_slopes")
     lse_rows = shape.total_q if shape.packed else shape.seqlen_q
     log2e, capped = math.log2(math.e), options.softcap > 0
     return structs.FlashDecodeParams(
-        **{f"{name}_strides": _strides(shape, name, views.get(name)) for name in TENSORS},
+        **{
+            f"{name}_strides": _strides(view, shape.packed and name not in (*CACHES, *scales))
+            for name, view in ((name, views.get(name)) for name in TENSORS)
+        },
         lse_batch_stride=0 if shape.packed else shape.heads_q * lse_rows,
         lse_head_stride=lse_rows,
         alibi_batch_stride=slopes.strides[0] if slopes and len(slopes.shape) == 2 else 0,
@@ -154,31 +179,9 @@ def _params(
     )
 
 
-def _strides(shape: CachedShape, name: str, view: View | None) -> Any:
+def _strides(view: View | None, packed: bool) -> Any:
     if view is None:
         return attention_structs.Strides()
-    if shape.packed and not name.endswith("_cache"):
+    if packed:
         return attention_structs.Strides(0, *view.strides[:2])
     return attention_structs.Strides(*view.strides[:3])
-
-
-def paged_rows(views: Mapping[str, View]) -> Any:
-    """The struct of the same name, by which kernels find the rows of keys."""
-    table = views.get("page_table")
-    pages, size = views["k_cache"].shape[:2]
-    shift, multiplier = division(max(size, 1))
-    length = size * (table.shape[1] if table else 1) if pages else 0
-    return structs.PagedRows(
-        table_stride=table.strides[0] if table else 0,
-        multiplier=multiplier,
-        shift=shift,
-        page_size=size,
-        num_pages=pages,
-        capacity=min(length, MAX_KEYS),
-    )
-
-
-def division(divisor: int) -> tuple[int, int]:
-    """(shift, multiplier) of ``PagedRows::page_of`` in paged_rows.cuh, for divisors below 2^31."""
-    shift = (divisor - 1).bit_length()
-    return shift, (1 << (31 + shift)) // divisor + 1

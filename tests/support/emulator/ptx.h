@@ -294,6 +294,7 @@ inline uint4 ld_global_stream_128(const void* address) {
   return *static_cast<const uint4*>(address);
 }
 inline uint4 ld_global_once_128(const void* address) { return ld_global_stream_128(address); }
+inline uint2 ld_global_once_64(const void* address) { return *static_cast<const uint2*>(address); }
 inline uint4 ld_global_cg_128(const void* address) { return ld_global_stream_128(address); }
 template <typename T>
 T ld_global_cg(const T* address) {
@@ -382,6 +383,29 @@ inline uint32_t min_bf16x2(uint32_t a, uint32_t b) {
 }
 inline uint32_t min_f16x2(uint32_t a, uint32_t b) {
   return emulator::of_pair<half_t>(a, b, emulator::min_nan);
+}
+inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  return emulator::of_pair<half_t>(a, b, [](float a, float b) { return a - b; });
+}
+inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+  return emulator::of_pair<half_t>(a, b, [](float a, float b) { return a * b; });
+}
+inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto of = [shift](uint32_t x) { return cvt_f32_f16(uint16_t(x >> shift)); };
+    r |= uint32_t(cvt_f16_f32(float(double(of(a)) * of(b) + of(c)))) << shift;
+  }
+  return r;
+}
+inline uint32_t cvt_f16x2_e4m3x2(uint16_t bits) {
+  const auto of_byte = [](uint32_t x) {
+    const int exponent = x >> 3 & 15, mantissa = x & 7;
+    const float size =
+        (x & 0x7f) == 0x7f ? NAN : ldexpf(mantissa + (exponent ? 8 : 0), max(exponent, 1) - 10);
+    return uint32_t(cvt_f16_f32(x & 0x80 ? -size : size));
+  };
+  return of_byte(bits & 0xff) | of_byte(bits >> 8) << 16;
 }
 inline float tanh_exp2(float x) {
   return 1.f - 2.f * rcp_approx(1.f + exp2_approx(2.f * LOG2E * x));
