@@ -89,7 +89,7 @@ def checked(
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
     tensors = [x for x in (q, k, v, extras.sinks) if x is not None]
     kept = options._asdict()
-    del kept["layout"], kept["max_seqlens"]
+    del kept["layout"], kept["max_seqlens"], kept["text"]
     return Call(
         kept,
         band,
