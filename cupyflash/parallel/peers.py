@@ -21,6 +21,7 @@ from .transport import Team
 ALIGNMENT = 256  # bytes of what lies in the memory
 LEAST = 64 << 20  # the fewest bytes that are allocated
 SIGNALS = 1  # the first channel of the signals; channel 0 is that of barriers
+found: dict[tuple[Team, torch.device], "Peers | None"] = {}  # of each team that has asked
 
 
 @dataclasses.dataclass
@@ -136,7 +137,6 @@ def _runtime() -> Any:
     return runtime
 
 
-@functools.cache
 def peers_of(team: Team, device: torch.device) -> Peers | None:
     """The memory of a team; None where its ranks cannot reach the memory of each other.
 
@@ -144,6 +144,22 @@ def peers_of(team: Team, device: torch.device) -> Peers | None:
     """
     if device.type != "cuda" or dist.get_backend(team.group) != "nccl":
         return None
+    forget_destroyed()
+    if (team, device) not in found:
+        found[team, device] = _peers(team, device)
+    return found[team, device]
+
+
+def forget_destroyed() -> None:
+    """Lets go of the memory of process groups that have been destroyed."""
+    for key in list(found):
+        try:
+            dist.get_process_group_ranks(key[0].group)
+        except (KeyError, ValueError):
+            del found[key]
+
+
+def _peers(team: Team, device: torch.device) -> Peers | None:
     facts: list[Any] = [None] * team.size
     visible = [_name(x) for x in range(torch.cuda.device_count())]
     mine = _name(device)

@@ -239,3 +239,13 @@ def of_sharded(move):
         except (TypeError, ValueError) as error:
             texts.append(str(error))
     return same, texts
+
+
+def forgotten():
+    """The teams whose memory is kept before and after the end of their group."""
+    groups = [dist.new_group(), dist.new_group()]
+    teams = [transport.Team.of(group) for group in groups]
+    peers.found |= {(team, torch.device("cpu")): None for team in teams}
+    dist.destroy_process_group(groups[0])
+    peers.forget_destroyed()
+    return [(team, torch.device("cpu")) in peers.found for team in teams]

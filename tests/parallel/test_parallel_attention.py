@@ -133,6 +133,10 @@ def test_take_and_gather(two, four):
     assert all(four.run(calls.taken_and_gathered, [37, 5, 90, 0, 1], (2, 2)))
 
 
+def test_memory_of_destroyed_groups(two):
+    assert two.run(calls.forgotten) == [[False, True]] * 2
+
+
 @pytest.mark.parametrize(("heads", "move"), [((8, 2), "heads"), ((8, 4), "heads")])
 def test_bytes_of_heads(heads, move, four):
     """As the formula says, with fewer key heads than ranks, too."""
