@@ -116,7 +116,7 @@ BENCHMARKS = {
     "parallel": Small(
         "--gpus 2 --dtype float32 --checked 32 --impls cupyflash-heads cupyflash-keys ring",
         2 * (4 + 3 + 3),  # the ring has one sequence only, without a window
-        {"parallel.parallel.CASES": PARALLEL},
+        {"parallel.parallel.cases": lambda ranks: PARALLEL},
     ),
     "linear": Small(
         "--dtype float32 --rows 4 20 --impls cupyflash torch-eager",
