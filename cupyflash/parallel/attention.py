@@ -15,8 +15,8 @@ from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
 from .agreement import ERRORS, agree
 from .checks import Call, checked, refuse_not_built
-from .copied import MOST_BYTES, MOST_COPIES, CopiedKeys
-from .copied_heads import CopiedHeads, runs
+from .copied import MOST_BYTES, CopiedKeys
+from .copied_heads import CopiedHeads
 from .exchange import calls, exchange
 from .gathered import GatheredKeys
 from .heads import Heads, join_heads, split_heads, whole_sequences
@@ -196,12 +196,13 @@ def _heads(shard: Shard, team: Team, device: torch.device) -> Heads | CopiedHead
     first = shard.rank - team.rank
 
     def make() -> Heads | CopiedHeads:
-        indices = [shard.tokens.index(first + rank) for rank in range(team.size)]
-        peers = peers_of(team, device)
-        ways = peers and runs(indices, MOST_COPIES)
-        if ways is None:
+        ranks, peers = range(first, first + team.size), peers_of(team, device)
+        if peers is None:
+            indices = [shard.tokens.index(rank) for rank in ranks]
             return Heads.of(team, shard.failures, indices, device)
-        return CopiedHeads(team, shard.failures, peers, ways)
+        whole = shard.tokens.teams(team.size).runs(first // team.size)
+        runs = [shard.tokens.runs(rank) for rank in ranks]
+        return CopiedHeads(team, shard.failures, peers, whole, runs)
 
     return _kept(shard, ("heads", team.size, device), make)
 
@@ -213,9 +214,8 @@ def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor)
 
     def copied() -> CopiedKeys | None:
         peers = peers_of(team, device)
-        ways = peers and routes(tokens, call.band, MOST_COPIES)
         rows = [int(x.cu_seqlens_k[-1]) for x in mine]
-        return ways and CopiedKeys(team, shard.failures, peers, ways, rows)
+        return peers and CopiedKeys(team, shard.failures, peers, routes(tokens, call.band), rows)
 
     def gathered() -> GatheredKeys:
         plan = exchange(tokens, team.rank, call.band)
