@@ -18,6 +18,7 @@ from .ops.diffusion import plan as diffusion
 from .ops.group_norm import kernels as group_norm
 from .ops.linear import launches as linear
 from .ops.norm import kernels as norm
+from .ops.transfer import kernels as transfer
 from .runtime.checks import is_integer
 from .runtime.config import ITEM_SIZE, KernelConfig
 from .runtime.gpu import Capability
@@ -32,6 +33,7 @@ TOPICS: dict[str, ModuleType] = {
     "linear": linear,
     "decode": decode,
     "transformer": transformer,
+    "transfer": transfer,
 }
 
 ALL_HEAD_DIMS = tuple(range(8, 257, 8))

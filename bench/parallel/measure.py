@@ -15,17 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.lib.harness import assert_right
+from bench.lib.providers import is_ours
+from bench.parallel import model
 from bench.parallel.exact import exact
 from bench.parallel.problems import Case
 from bench.parallel.providers import Function, alone, provider
-from cupyflash.parallel import Shard
+from cupyflash.parallel import Shard, peers
 
 ONE = "cupyflash-one-gpu"
 PASSES = ("fwd", "fwd+bwd")
 SLOW = 400e12  # operations a second of a slow implementation, to tell whether there is time
 LEAST_SECONDS = 0.05  # of calls one after another between two looks at the clock
 MOST_SECONDS = 10.0  # of all timed calls of a row, where one call is shorter
-WARM_UP, LONG = 2, 2.0  # calls; seconds of a call that needs none
+LONG = 1.0  # seconds of a call that needs one call before it, not two; `MOST_SECONDS`: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Settings:
     Attributes:
         device: "cuda", or "cpu" in tests.
         checked: tokens of a GPU in the comparison with one process.
-        seconds: after which no measurement begins that would not end in time.
+        end: no measurement begins that would not have ended when `time.monotonic` shows this.
     """
 
     device: str
@@ -44,12 +46,12 @@ class Settings:
     impls: tuple[str, ...]
     repeats: int
     checked: int
-    seconds: float
+    end: float
 
 
 def run(rank: int, ranks: int, settings: Settings, store: str, queue: Any) -> None:
     """Puts (kind, content) into the queue: rows, and notes of what was left out."""
-    begin, backend = time.monotonic(), "nccl" if settings.device == "cuda" else "gloo"
+    backend = "nccl" if settings.device == "cuda" else "gloo"
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     device = torch.device(settings.device, rank if settings.device == "cuda" else None)
     if settings.device == "cuda":
@@ -61,7 +63,7 @@ def run(rank: int, ranks: int, settings: Settings, store: str, queue: Any) -> No
         backend, init_method=store, rank=rank, world_size=ranks, timeout=timeout
     )
     for case in settings.cases:
-        Measured(case, rank, ranks, device, settings, begin, queue).run()
+        Measured(case, rank, ranks, device, settings, queue).run()
     dist.barrier()
     if rank == 0:
         queue.put(("end", None))
@@ -78,37 +80,33 @@ class Measured:
         ranks: int,
         device: torch.device,
         settings: Settings,
-        begin: float,
         queue: Any,
     ) -> None:
         self.case, self.rank, self.ranks, self.device = case, rank, ranks, device
-        self.settings, self.begin, self.queue = settings, begin, queue
+        self.settings, self.queue = settings, queue
+        self.alone_ms: dict[str, float] = {}
+        self.right: list[tuple[str, Tensor, Tensor]] = []
 
     def run(self) -> None:
         one, times = self.case.share_of_one(self.ranks)
-        alone_ms: dict[str, float] = {}
         if not self.time_for("fwd"):
             self.note("all", TimeoutError("no time is left"))
             return
-        self.measure(ONE, alone(one, 1, self.device), one, alone_ms, times)
+        self.measure(ONE, alone(one, 1, self.device), one, times)
         for name in self.settings.impls:
+            if not is_ours(name) and self.estimate("fwd+bwd") > MOST_SECONDS:
+                self.note(name, TimeoutError(f"a call takes more than {MOST_SECONDS:g} s"))
+                continue
             shard = Shard(self.case.lengths(self.ranks))
             try:
                 # Torch's own cannot be entered twice: the inner one would leave the outer one off.
                 if self.everywhere(functools.partial(self.check, name), name):
                     with provider(name, self.case, shard) as function:
-                        self.measure(name, function, self.case, alone_ms)
+                        self.measure(name, function, self.case)
             except Exception as error:  # on all ranks, before anything is sent
                 self.note(name, error)
 
-    def measure(
-        self,
-        name: str,
-        function: Function,
-        case: Case,
-        alone_ms: dict[str, float],
-        times: float = 1.0,
-    ) -> None:
+    def measure(self, name: str, function: Function, case: Case, times: float = 1.0) -> None:
         """Adds a row for each pass there is time for."""
         q, k, v, dout = self.inputs(case, case.tokens, seed=self.rank)
 
@@ -124,17 +122,49 @@ class Measured:
             if not repeats:
                 self.note(name, TimeoutError(f"no time is left for {direction}"))
                 return
+            self.forget_peak()
             ms = self.everywhere(functools.partial(self.clock, call, direction, repeats), name)
             if ms is None:
                 return
             ms *= times
-            alone_ms.setdefault(direction, ms)
+            self.alone_ms.setdefault(direction, ms)
+            peak = self.slowest([self.peak()])[0]
             if self.rank == 0:
-                flops = self.case.flops(self.ranks, direction) / self.ranks
-                rates = {"tflops": round(flops / ms / 1e9, 1), "ms": round(ms, 4)}
-                rates["share"] = round(alone_ms[direction] / ms, 4)
-                row = self.case.row(self.ranks, impl=name, **{"pass": direction}, **rates)
-                self.queue.put(("row", row))
+                self.queue.put(("row", self.row(name, direction, ms, peak)))
+
+    def row(self, name: str, direction: str, ms: float, peak: float) -> dict[str, Any]:
+        """A row of the results, with what the model expects of ours."""
+        flops = self.case.flops(self.ranks, direction) / self.ranks
+        fields = {"tflops": round(flops / ms / 1e9, 1), "ms": round(ms, 4)}
+        fields["share"] = round(self.alone_ms[direction] / ms, 4)
+        move = name.removeprefix("cupyflash-")
+        if move in ("heads", "keys") and self.ranks > 1:
+            fields["auto"] = model.auto(self.case, self.ranks) == move
+            if len(self.alone_ms) == len(PASSES):
+                one = (self.alone_ms[x] for x in PASSES)
+                wanted = model.seconds(self.case, self.ranks, move, *(1e-3 * x for x in one))
+                wanted = 1e3 * wanted[PASSES.index(direction)]
+                fields["model"] = round(self.alone_ms[direction] / wanted, 4)
+            formula = model.memory(self.case, self.ranks, move)
+            if direction == "fwd+bwd" and formula is not None:
+                fields["formula_gib"] = round(formula / 2**30, 3)
+        if direction == "fwd+bwd" and peak and name != ONE:
+            fields["gib"] = round(peak / 2**30, 3)
+        return self.case.row(self.ranks, impl=name, **{"pass": direction}, **fields)
+
+    def forget_peak(self) -> None:
+        """From here on `peak` counts."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the implementation before has left in pieces
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+
+    def peak(self) -> float:
+        """Bytes beyond the inputs, with the memory that GPUs write for each other."""
+        if self.device.type != "cuda":
+            return 0.0
+        shared = sum(x.memory.numel() for x in peers.found.values() if x and x.memory is not None)
+        return torch.cuda.max_memory_allocated() - self.before + shared
 
     def inputs(self, case: Case, tokens: int, seed: int) -> list[Tensor]:
         """q, k, v, which want a gradient, and dout."""
@@ -158,10 +188,12 @@ class Measured:
         mine = [shard.take(x.detach()) for x in whole]
         with provider(name, case, shard) as function:
             found = _results(function, *mine)
-        right = exact(case, self.ranks, *whole)
-        in_dtype = _results(alone(case, self.ranks, self.device), *(x.detach() for x in whole))
-        results = zip(("out", "dq", "dk", "dv"), found, right, in_dtype, strict=True)
-        for what, x, in_float64, yardstick in results:
+        if not self.right:  # once for all implementations
+            one = alone(case, self.ranks, self.device)
+            in_dtype = _results(one, *(x.detach() for x in whole))
+            right = exact(case, self.ranks, *whole)
+            self.right = list(zip(("out", "dq", "dk", "dv"), right, in_dtype, strict=True))
+        for x, (what, in_float64, yardstick) in zip(found, self.right, strict=True):
             assert_right(x, shard.take(in_float64), shard.take(yardstick), what)
         return True
 
@@ -180,7 +212,7 @@ class Measured:
 
     def time_for(self, direction: str) -> int:
         """How many calls there is time for, the same on all ranks; 0 for none."""
-        left = self.settings.seconds - (time.monotonic() - self.begin)
+        left = self.settings.end - time.monotonic()
         known = torch.tensor([left], device=self.device)
         dist.all_reduce(known, op=dist.ReduceOp.MIN)
         one = self.estimate(direction)
@@ -193,8 +225,9 @@ class Measured:
         return self.case.flops(self.ranks, direction) / self.ranks / SLOW
 
     def warm_up(self, direction: str) -> int:
-        """Calls before those that are timed; long ones have the kernels of those before."""
-        return WARM_UP if self.estimate(direction) < LONG else 0
+        """Calls before those that are timed."""
+        one = self.estimate(direction)
+        return (one < LONG) + (one < MOST_SECONDS)
 
     def clock(self, call: Callable[[], None], direction: str, repeats: int) -> float:
         """ms of a call on the slowest rank, median; short ones follow each other, as in a model."""

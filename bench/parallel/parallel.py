@@ -1,8 +1,11 @@
 """Attention over the tokens of several GPUs, as a share of as many times the rate of one.
 
 Each row has the time of the slowest GPU, host time included, and its share: the time of one GPU
-with as much work (all tokens, and its part of the heads) over it. The processes are started here;
-the results are written after every row, and what there is no time for is left out.
+with as much work (all tokens, and its part of the heads) over it. Beside it stand the share that a
+model expects, and the peak memory beyond the inputs with what a formula expects. The processes are
+started here; the results are written after every row, and what there is no time for is left out.
+
+    python -m bench parallel --gpus 4 2     on four GPUs of a host, then on two of them
 """
 
 import multiprocessing
@@ -14,14 +17,15 @@ from queue import Empty
 from typing import Any
 
 from bench.lib import data, harness, report
-from bench.parallel.problems import CASES
+from bench.parallel.picture import draw as draw
+from bench.parallel.problems import cases
 
 PROTOCOL = (
     "host clock between two synchronisations, after a barrier, slowest rank, calls in a row of "
     "50 ms or one longer call, median of at most {repeats} rows, {dtype}; results of {checked} "
     "tokens a GPU checked first, beside float64 and one process"
 )
-SLACK = 60.0  # seconds that ranks may take to end after `--seconds`
+SLACK = 0.05  # of `--seconds`: nothing begins in it, and what runs may end
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,39 +33,57 @@ def main(arguments: Sequence[str]) -> int:
 
     parser = harness.parser("parallel", __doc__, repeats=7, impls=PROVIDERS)
     add = parser.add_argument
-    add("--gpus", type=int, help="default: all")
+    add("--gpus", type=int, nargs="+", help="numbers of GPUs, one after another; default: all")
     add("--tokens", type=int, nargs="+", help="only these, of each GPU")
     add("--only", nargs="+", choices=("causal", "packed", "window"), help="only these cases")
     add("--dtype", choices=harness.DTYPES, default="bfloat16")
     add("--checked", type=int, default=1024, help="tokens of a GPU in the check of results")
-    add("--seconds", type=float, default=420.0, help="after which nothing new begins")
+    add("--seconds", type=float, default=470.0, help="after which all has ended")
     options = parser.parse_args(arguments)
+    end = time.monotonic() + options.seconds
     run = harness.Run("parallel", PROTOCOL, arguments, options, timed=False)
     import torch
 
-    from bench.parallel.measure import Settings
+    numbers = options.gpus or [torch.cuda.device_count()]
+    run.fields["gpus"] = max(numbers)
+    if data.DEVICE == "cuda":
+        _warm(options.dtype)
+    status = 0
+    for left, gpus in zip(range(len(numbers), 0, -1), numbers):
+        now = time.monotonic()
+        status |= _collect(run, gpus, options, now + (end - now) / left)
+    run.draw(draw)
+    return run.finish(*tables(run.rows)) or status
 
-    gpus = options.gpus or torch.cuda.device_count()
-    cases = tuple(
-        case for case in CASES
+
+def _warm(dtype: str) -> None:
+    """Compiles the kernels on all cores, those that the cache lacks, before ranks ask for them."""
+    import torch
+
+    import cupyflash
+    from cupyflash.jit.compiler import target_arch
+
+    arch = target_arch(torch.cuda.get_device_capability())
+    cupyflash.warmup([arch], head_dims=[128], dtypes=[dtype], topics=["transfer"], progress=False)
+
+
+def _collect(run: harness.Run, gpus: int, options: Any, end: float) -> int:
+    """Starts the ranks and writes what they find until the clock shows ``end``; 1 if any failed."""
+    import torch
+
+    from bench.parallel import measure
+
+    some = tuple(
+        case for case in cases(gpus)
         if (options.tokens is None or case.tokens in options.tokens)
         and (options.only is None or case.kind.split()[0] in options.only)
     )  # fmt: skip
-    settings = Settings(
-        data.DEVICE, getattr(torch, options.dtype), cases, tuple(options.impls), options.repeats,
-        options.checked, options.seconds,
+    settings = measure.Settings(
+        data.DEVICE, getattr(torch, options.dtype), some, tuple(options.impls), options.repeats,
+        options.checked, end - SLACK * options.seconds,
     )  # fmt: skip
-    run.fields["gpus"] = gpus
-    status = _collect(run, gpus, settings)
-    return run.finish(table(run.rows)) or status
-
-
-def _collect(run: harness.Run, gpus: int, settings: Any) -> int:
-    """Starts the ranks and writes what they find; 1 if any of them failed."""
-    from bench.parallel import measure
-
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
+    queue, ended = context.Queue(), False
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()
         processes = [
@@ -70,8 +92,6 @@ def _collect(run: harness.Run, gpus: int, settings: Any) -> int:
         ]
         for process in processes:
             process.start()
-        end = time.monotonic() + settings.seconds + SLACK
-        ended = False
         while not ended:
             try:
                 kind, content = queue.get(timeout=1.0)
@@ -88,22 +108,28 @@ def _collect(run: harness.Run, gpus: int, settings: Any) -> int:
                 name, error, text, where, rank = content
                 run.notes.left_out(name, error(f"{text} (rank {rank})"), where)
         for process in processes:
-            process.join(5.0)
+            process.join(5.0 if ended else 0.0)
             process.kill()
     return int(not ended)
 
 
-def table(rows: list[dict[str, Any]]) -> Any:
-    """One line a row; the share in bold where it is ours."""
-    found = report.new_table(
-        "problem", "pass", "impl", right=("ms", "TFLOP/s a GPU", "% of one GPU")
-    )
+def tables(rows: list[dict[str, Any]]) -> list[Any]:
+    """The times, ours in bold and with a star where "auto" makes this move; and the memory."""
+    right = ("ms", "TFLOP/s", "% of one", "model")
+    times = report.new_table("problem", "pass", "impl", right=right)
+    memory = report.new_table("problem", "impl", right=("GiB a GPU beyond inputs", "formula"))
     previous = None
     for row in rows:
-        problem = row["problem"] if row["problem"] != previous else ""
-        previous = row["problem"]
-        found.add_row(
-            problem, row["pass"], row["impl"], f"{row['ms']:.3f}", f"{row['tflops']:.0f}",
-            f"{100 * row['share']:.1f}", style="bold" if report.is_ours(row["impl"]) else "",
+        problem = f"{row['gpus']} x {row['problem']}"
+        model = f"{100 * row['model']:.1f}" if "model" in row else ""
+        ours = report.is_ours(row["impl"])
+        times.add_row(
+            problem if problem != previous else "", row["pass"],
+            row["impl"] + "*" * row.get("auto", False), f"{row['ms']:.3f}", f"{row['tflops']:.0f}",
+            f"{100 * row['share']:.1f}", model, style="bold" if ours else "",
         )  # fmt: skip
-    return found
+        previous = problem
+        if "gib" in row:
+            formula = f"{row['formula_gib']:.2f}" if "formula_gib" in row else ""
+            memory.add_row(problem, row["impl"], f"{row['gib']:.2f}", formula)
+    return [times, memory] if memory.row_count else [times]

@@ -5,6 +5,7 @@ from typing import Any
 
 from cupyflash.testing.problem import BACKWARD_WORK
 
+WINDOWED, MILLION = 2**19, 2**20  # tokens of all GPUs together
 # Documents of a packed batch, as shares of its tokens: none is longer than a quarter.
 DOCUMENTS = (1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 16, 1 / 16, 1 / 32, 1 / 32, *[1 / 64] * 4)
 
@@ -30,8 +31,7 @@ class Case:
         return "packed" if self.packed else f"window {self.window}" if self.window else "causal"
 
     def __str__(self) -> str:
-        shape = f"{self.tokens} a GPU, {self.heads}/{self.heads_kv} heads, D={self.head_dim}"
-        return f"{self.kind} {shape}"
+        return f"{self.kind} {self.tokens} a GPU, {self.heads}/{self.heads_kv} heads"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,16 +67,20 @@ class Case:
         return {"gpus": ranks, **dataclasses.asdict(self), "problem": str(self), **fields}
 
 
-CASES = (
-    Case(8192, 32, 8),
-    Case(32768, 32, 8),
-    Case(8192, 32, 8, packed=True),
-    Case(32768, 32, 8, packed=True),
-    Case(131072, 32, 8, window=4096),
-    Case(8192, 32, 32),
-    Case(65536, 32, 32),
-    Case(131072, 32, 8),
-    Case(262144, 32, 8),
-    Case(524288, 32, 8),
-    Case(1048576, 32, 8),
-)
+def cases(ranks: int) -> tuple[Case, ...]:
+    """The most important ones first, so that a run that is cut off is a table, too."""
+    found = (
+        Case(8192, 32, 8),
+        Case(32768, 32, 8),
+        Case(8192, 32, 8, packed=True),
+        Case(WINDOWED // ranks, 32, 8, window=4096),
+        Case(MILLION // ranks, 32, 8),
+        Case(8192, 64, 8),
+        Case(32768, 64, 8),
+        Case(8192, 32, 32),
+        Case(131072, 32, 8),
+        Case(131072, 64, 8),
+        Case(32768, 32, 8, packed=True),
+        Case(65536, 32, 32),
+    )
+    return tuple(dict.fromkeys(found))

@@ -23,6 +23,7 @@ SECONDS = {
     "group_norm": 0.4,
     "linear": 0.5,
     "norm": 0.3,
+    "transfer": 0.2,
 }
 START_SECONDS = 2.0  # seconds of a process until it compiles
 

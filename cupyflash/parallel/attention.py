@@ -15,11 +15,11 @@ from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
 from .agreement import ERRORS, agree
 from .checks import Call, checked, refuse_not_built
-from .copied import MOST_BYTES, MOST_COPIES, CopiedKeys
-from .copied_heads import CopiedHeads, runs
+from .copied import MOST_BYTES, CopiedKeys
+from .copied_heads import CopiedHeads
 from .exchange import calls, exchange
 from .gathered import GatheredKeys
-from .heads import Heads, join_heads, split_heads, whole_sequences
+from .heads import Heads, join_heads, numbered, split_heads, whole_sequences
 from .over_keys import AttentionOverKeys, Keys
 from .peers import peers_of
 from .pieces import FUNCTION, DeviceCall
@@ -71,7 +71,8 @@ def attention(
             tokens, so that "top-left" and "bottom-right" mean the same.
         alibi_slopes: float32 (heads_q,) or (sequences, heads_q).
         sinks: (heads_q,), float32 or dtype of q, the same on all ranks.
-        dropout_p, dropout_seed: as there, on one rank only.
+        dropout_p, dropout_seed: as there, where only heads travel; an equal seed on all ranks drops
+            what it drops on one. Without a seed each rank draws one for its heads.
         return_lse: return (out, lse); lse float32 (heads_q, tokens of this rank), differentiable.
         deterministic, precision: as in `cupyflash.attention`.
         move: "heads": an all-to-all before and after, and each head is computed as on one GPU, with
@@ -87,8 +88,8 @@ def attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`, on all ranks, with the
             number of the rank whose call is wrong. ValueError: ranks with other options.
-            NotImplementedError: dropout on several ranks; ``not_built``; ALiBi that is not causal
-            where keys travel.
+            NotImplementedError: ``not_built``; dropout, and ALiBi that is not causal, where keys
+            travel.
         RankError: another rank has failed or left.
     """
     if not isinstance(shard, Shard):
@@ -176,9 +177,14 @@ def _moved(
         )
         extras = extras._replace(alibi_slopes=slopes, sinks=sinks)
     if along.size == 1:
-        device_ends = functools.partial(_ends, shard)
-        ends = shard.on(q.device, "cu_seqlens", device_ends)
-        out, lse = whole_sequences(q, k, v, shard.lengths, ends, call.options, extras)
+        lengths, slopes = shard.lengths, extras.alibi_slopes
+        if call.options["dropout_p"] and across.size > 1:
+            lengths = numbered(lengths, across)
+            if slopes is not None and slopes.dim() == 2:
+                extras = extras._replace(alibi_slopes=slopes.repeat_interleave(across.size, 0))
+        make = functools.partial(_ends, lengths)
+        ends = shard.on(q.device, ("cu_seqlens", len(lengths)), make)
+        out, lse = whole_sequences(q, k, v, lengths, ends, call.options, extras)
     else:
         keys = _keys(shard, across.size, along, call, k, v)
         group = keys.way.heads_at_once(k, v)
@@ -196,12 +202,13 @@ def _heads(shard: Shard, team: Team, device: torch.device) -> Heads | CopiedHead
     first = shard.rank - team.rank
 
     def make() -> Heads | CopiedHeads:
-        indices = [shard.tokens.index(first + rank) for rank in range(team.size)]
-        peers = peers_of(team, device)
-        ways = peers and runs(indices, MOST_COPIES)
-        if ways is None:
+        ranks, peers = range(first, first + team.size), peers_of(team, device)
+        if peers is None:
+            indices = [shard.tokens.index(rank) for rank in ranks]
             return Heads.of(team, shard.failures, indices, device)
-        return CopiedHeads(team, shard.failures, peers, ways)
+        whole = shard.tokens.teams(team.size).runs(first // team.size)
+        runs = [shard.tokens.runs(rank) for rank in ranks]
+        return CopiedHeads(team, shard.failures, peers, whole, runs)
 
     return _kept(shard, ("heads", team.size, device), make)
 
@@ -213,9 +220,8 @@ def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor)
 
     def copied() -> CopiedKeys | None:
         peers = peers_of(team, device)
-        ways = peers and routes(tokens, call.band, MOST_COPIES)
         rows = [int(x.cu_seqlens_k[-1]) for x in mine]
-        return ways and CopiedKeys(team, shard.failures, peers, ways, rows)
+        return peers and CopiedKeys(team, shard.failures, peers, routes(tokens, call.band), rows)
 
     def gathered() -> GatheredKeys:
         plan = exchange(tokens, team.rank, call.band)
@@ -236,9 +242,9 @@ def _kept(shard: Shard, key: tuple, make: Callable[[], Any]) -> Any:
     return shard.kept[key]
 
 
-def _ends(shard: Shard) -> numpy.ndarray:
+def _ends(lengths: tuple[int, ...]) -> numpy.ndarray:
     """int32 (sequences + 1,), where the sequences begin, and the end of the last."""
-    return numpy.concatenate([[0], numpy.cumsum(shard.tokens.lengths)]).astype(numpy.int32)
+    return numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from ..ops.attention.checks import check
 from ..ops.attention.options import Extras, Options
 from ..runtime.checks import short
 from ..runtime.lookup import library_of
+from ..runtime.philox import is_number, require_seed_array, seed_array
 from . import choice
 from .exchange import share
 from .pieces import FUNCTION
@@ -36,7 +37,7 @@ class Call(NamedTuple):
         heads: of q and of k.
         dims: of q and k, and of v.
         dtype: of q, k and v.
-        extras: the shapes and dtypes of the optional arrays.
+        extras: the seed, or whether there is none; the shapes and dtypes of the optional arrays.
         sequences: of the shard.
         gradient: whether a backward pass may follow.
     """
@@ -61,7 +62,7 @@ def checked(
         TypeError, ValueError, NotImplementedError: as `parallel.attention` says.
     """
     given = {"q": q, "k": k, "v": v, **extras._asdict()}
-    given.pop("dropout_seed")  # one rank alone has dropout, and `cupyflash.attention` checks it
+    seed = given.pop("dropout_seed")
     given = {name: x for name, x in given.items() if x is not None or name in "qkv"}
     for name, x in given.items():
         if not isinstance(x, Tensor):
@@ -81,23 +82,24 @@ def checked(
     views = {name: LIBRARY.view(x[None] if name in "qkv" else x) for name, x in given.items()}
     tensors = {name: views.pop(name) for name in "qkv"}
     check(FUNCTION, tensors, options, views)
-    if options.dropout_p and shard.ranks > 1:
-        fact = "dropout_p must be 0 on several ranks, as the kernels number rows and heads from 0"
-        fact += " and would drop other weights than one rank does"
-        raise NotImplementedError(f"{FUNCTION}: {fact}, got {options.dropout_p}")
+    if is_number(seed):
+        seed_array(FUNCTION, LIBRARY, torch.empty(0), seed, options.dropout_p)
+    elif seed is not None:
+        require_seed_array(FUNCTION, LIBRARY, q, seed)
     band = _band(options)
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
     tensors = [x for x in (q, k, v, extras.sinks) if x is not None]
     kept = options._asdict()
-    del kept["layout"], kept["max_seqlens"]
+    del kept["layout"], kept["max_seqlens"], kept["text"]
     return Call(
         kept,
         band,
-        _move(shard, move, heads, dims, q.element_size(), band, slopes is not None),
+        _move(shard, move, heads, dims, q.element_size(), band, _wholes(options, band, slopes)),
         heads,
         dims,
         q.dtype,
-        [None if x is None else (tuple(x.shape), x.dtype) for x in (slopes, extras.sinks)],
+        [seed if is_number(seed) else seed is None]
+        + [None if x is None else (tuple(x.shape), x.dtype) for x in (slopes, extras.sinks)],
         len(shard.lengths),
         torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
     )
@@ -125,13 +127,16 @@ def _move(
     dims: tuple[int, int],
     item: int,
     band: Band,
-    alibi: bool,
+    wholes: str,
 ) -> str:
     """The move that is made.
 
+    Args:
+        wholes: what an option asks for that needs whole sequences, or "".
+
     Raises:
         ValueError: another one than the shard has, or heads that the ranks cannot divide.
-        NotImplementedError: ALiBi whose keys travel, unless it is causal.
+        NotImplementedError: keys travel where an option needs whole sequences.
     """
     mesh = len(shard.teams) == 2
     allowed = ("auto", "heads x keys") if mesh else ("auto", "heads", "keys")
@@ -139,18 +144,26 @@ def _move(
         what = "a mesh of keys and heads" if mesh else "one group"
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"{FUNCTION}: move of {what} must be one of {names}, got {short(move)}")
-    needs_heads = alibi and band.right != 0
     if move == "auto":
         seen = 1.0 if band.left is None else share(shard.tokens, band)
         move = "heads x keys" if mesh else choice.choose(
-            shard.ranks, heads, dims, item, needs_heads=needs_heads, share=seen
+            shard.ranks, heads, dims, item, needs_heads=bool(wholes), share=seen
         )  # fmt: skip
     ranks = {"heads": shard.ranks, "keys": 1}.get(move, shard.teams[0].size)
     if not choice.heads_divide(ranks, *heads):
         fact = f"heads of q must be a multiple of the {ranks} ranks that divide them, and those of "
         fact += "k a multiple or a divisor"
         raise ValueError(f"{FUNCTION}: {fact}, got {heads[0]} and {heads[1]}")
-    if needs_heads and move != "heads" and shard.ranks > ranks:
-        fact = "alibi_slopes where keys travel must come with causal=True"
-        raise NotImplementedError(f"{FUNCTION}: {fact}, allowed is move='heads', got causal=False")
+    if wholes and move != "heads" and shard.ranks > ranks:
+        raise NotImplementedError(f"{FUNCTION}: {wholes}; allowed is move='heads', got {move!r}")
     return move
+
+
+def _wholes(options: Options, band: Band, slopes: Tensor | None) -> str:
+    """What a rank can only do with whole sequences, or ""."""
+    if options.dropout_p:
+        fact = "dropout_p where keys travel must be 0, as the kernels number the queries of a part "
+        return f"{fact}from 0 and would drop other weights than one rank does"
+    if slopes is not None and band.right != 0:
+        return "alibi_slopes where keys travel must come with causal=True"
+    return ""

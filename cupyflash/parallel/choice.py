@@ -7,6 +7,8 @@ NOT_HIDDEN = 0.31
 # from their rate and launches count; a copy costs less than a collective.
 LEAST_BYTES = 256 << 20
 LEAST_COPIED = 64 << 20
+# A copy engine moves so many bytes a second, and each copy costs the host so many seconds.
+ENGINE_RATE, COPY_SECONDS = 317e9, 8e-6
 
 
 def heads_bytes(ranks: int, heads: tuple[int, int], head_dims: tuple[int, int], item: int) -> float:
@@ -32,6 +34,15 @@ def heads_divide(ranks: int, heads_q: int, heads_kv: int) -> bool:
     """Whether each rank can get as many query heads, of whole key heads or of one."""
     even = heads_kv % ranks == 0 or (heads_kv > 0 and ranks % heads_kv == 0)
     return heads_q % ranks == 0 and even
+
+
+def engines_pay(copies: int, size: int) -> bool:
+    """Whether so many copies of ``size`` bytes in all are for the copy engines.
+
+    They take no multiprocessor; but many small ones cost the host more time than the bytes need,
+    and a kernel that writes them all is one launch.
+    """
+    return copies * COPY_SECONDS <= size / ENGINE_RATE
 
 
 def choose(

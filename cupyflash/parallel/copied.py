@@ -7,19 +7,18 @@ its own keys (`routes`).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 
 from . import choice
-from .peers import Peers, aligned
+from .peers import Copies, Peers, Source, aligned
 from .pieces import Pair
-from .routes import Copy, Routes
+from .routes import Routes
 from .transport import Failures, Team
 
 MOST_BYTES = 16 << 30  # of a rank's memory; more travels by collectives, some heads at a time
-MOST_COPIES = 16  # of a rank for each other one; each costs the host about 8 us
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,28 +52,38 @@ class CopiedKeys:
         )
 
     @functools.cached_property
-    def sent(self) -> dict[int, list[Copy]]:
-        """The copies of the keys of this rank, by the other ranks that get them."""
-        return self._with_others(lambda rank: (self.team.rank, rank))
+    def sent(self) -> Copies:
+        """The copies of the keys of this rank to the others."""
+        copies = self.routes.copies
+        mine = copies.source == self.team.rank
+        some = copies.some(mine & (copies.target != self.team.rank))
+        return self._copies(some.target, some.row, some.place, some.rows)
 
     @functools.cached_property
-    def received(self) -> dict[int, list[Copy]]:
-        """The copies that this rank gets, by the other ranks that have the keys."""
-        return self._with_others(lambda rank: (rank, self.team.rank))
-
-    @functools.cached_property
-    def own(self) -> list[Copy]:
+    def own(self) -> Copies:
         """The copies of the keys of this rank to itself."""
-        return self._copies(self.team.rank, self.team.rank)
+        copies = self.routes.copies
+        some = copies.some((copies.source == self.team.rank) & (copies.target == self.team.rank))
+        return self._copies(some.target, some.row, some.place, some.rows)
 
-    def _with_others(self, ends: Callable[[int], tuple[int, int]]) -> dict[int, list[Copy]]:
-        size = self.team.size
-        others = [(self.team.rank + x) % size for x in range(1, size)]
-        found = {rank: self._copies(*ends(rank)) for rank in others}
-        return {rank: copies for rank, copies in found.items() if copies}
+    @functools.cached_property
+    def returned(self) -> Copies:
+        """The copies of gradients to the slots of all keys that this rank has got."""
+        some = self.routes.copies.some(self.routes.copies.target == self.team.rank)
+        return self._copies(some.source, some.place, some.slot, some.rows)
 
-    def _copies(self, source: int, target: int) -> list[Copy]:
-        return [x for x in self.routes.copies if (x.source, x.target) == (source, target)]
+    @functools.cached_property
+    def sums(self) -> Tensor:
+        """int32 (rows of this rank, 3): the first slot, how many, and the step between them."""
+        rows, slot, count = self.routes.sums[self.team.rank]
+        inside = numpy.arange(rows.sum()) - numpy.repeat(numpy.cumsum(rows) - rows, rows)
+        columns = numpy.repeat(slot, rows) + inside, numpy.repeat(count, rows)
+        columns = *columns, numpy.repeat(rows, rows)
+        parts = torch.from_numpy(numpy.stack(columns, axis=1).astype(numpy.int32))
+        return parts.to(self.peers.device)
+
+    def _copies(self, *columns: numpy.ndarray) -> Copies:
+        return Copies(self.team, self.peers.device, *columns)
 
 
 def _bytes(rows: int, x: Tensor) -> int:
@@ -96,30 +105,22 @@ class Journey:
         self.places = 0, keys[0]  # of the keys and of the values, in bytes
         self.slots = sum(keys), sum(keys) + _bytes(way.routes.slots, k)
         for number, group in enumerate(groups):
-            for rank, copies in way.sent.items():
-                self._send_keys(rank, copies, group)
-                peers.tell(rank, number)
-        self._send_keys(self.rank, way.own, slice(0, k.shape[1]), own=True)
+            some = self._sources((k[:, group], v[:, group]), self.places, group)
+            peers.send(way.sent, some, number)
+        peers.keep(way.own, self._sources((k, v), self.places, slice(0, k.shape[1])))
 
-    def _send_keys(self, rank: int, copies: list[Copy], group: slice, *, own: bool = False) -> None:
-        for copy in copies:
-            rows = slice(copy.row, copy.row + copy.rows)
-            for x, place in zip((self.k, self.v), self.places):
-                self._put(x[:, group], rows, rank, place, copy.place, group.start, own=own)
-
-    def _put(
-        self, x: Tensor, rows: slice, rank: int, place: int, row: int, head: int, *, own: bool
-    ) -> None:
-        """Rows of some heads to those from ``row`` and ``head`` on of the array at ``place``."""
-        one = x.shape[2] * x.element_size()
-        pitch = self.k.shape[1] * one
-        self.way.peers.put(rank, place + row * pitch + head * one, pitch, x, rows, own=own)
+    def _sources(self, xs: Pair, places: tuple[int, int], group: slice) -> list[Source]:
+        """Some heads of the keys and values, or of gradients, which have places for all heads."""
+        found = []
+        for x, place in zip(xs, places):
+            one = x.shape[2] * x.element_size()
+            found.append(Source(x, place + group.start * one, self.k.shape[1] * one))
+        return found
 
     def arrived(self, number: int) -> list[Pair]:
         """The keys and values of each call; the next groups travel meanwhile."""
         peers, group, rows = self.way.peers, self.groups[number], self.way.rows
-        for rank in self.way.received:
-            peers.hear(rank, number)
+        self._hear(self.way.returned, number)
         parts = []
         for x, place in zip((self.k, self.v), self.places):
             keys = peers.tensor(place, (sum(rows), *x.shape[1:]), x.dtype)
@@ -130,33 +131,26 @@ class Journey:
         """Sends gradients of what `arrived` has returned to the slots of the keys."""
         if not gradients:  # this rank has no tokens
             return
-        peers, group = self.way.peers, self.groups[number]
         dk, dv = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*gradients))
-        peers.follow(dk, dv)
-        for rank, copies in (*self.way.received.items(), (self.rank, self.way.own)):
-            for copy in copies:
-                rows = slice(copy.place, copy.place + copy.rows)
-                for x, place in zip((dk, dv), self.slots):
-                    self._put(x, rows, rank, place, copy.slot, group.start, own=False)
-            if rank != self.rank:
-                peers.tell(rank, len(self.groups) + number)
+        self.way.peers.follow(dk, dv)
+        some = self._sources((dk, dv), self.slots, self.groups[number])
+        self.way.peers.send(self.way.returned, some, len(self.groups) + number)
 
     def gradients(self) -> Pair:
         """dk and dv of the tokens of this rank."""
-        peers, routes = self.way.peers, self.way.routes
+        peers = self.way.peers
         peers.join()
         for number in range(len(self.groups)):
-            for rank in self.way.sent:
-                peers.hear(rank, len(self.groups) + number)
-        found = []
-        for x, place in zip((self.k, self.v), self.slots):
-            slots = peers.tensor(place, (routes.slots, *x.shape[1:]), x.dtype)
-            found.append(torch.empty_like(x))
-            for part in routes.sums[self.rank]:
-                some = slots[part.slot : part.slot + part.count * part.rows]
-                some = some.view(part.count, part.rows, *x.shape[1:])
-                torch.sum(some, 0, out=found[-1][part.row : part.row + part.rows])
-        return tuple(found)
+            self._hear(self.way.sent, len(self.groups) + number)
+        found = torch.empty_like(self.k), torch.empty_like(self.v)
+        peers.sum(self.way.sums, found, self.slots)
+        return found
+
+    def _hear(self, copies: Copies, channel: int) -> None:
+        """Waits for the other ranks of these copies."""
+        for rank in copies.by_rank:
+            if rank != self.rank:
+                self.way.peers.hear(rank, channel)
 
     def end(self) -> None:
         """Frees the memory for the next use."""

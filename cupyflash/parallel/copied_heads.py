@@ -5,15 +5,15 @@ the next call needs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import numpy
 from torch import Tensor
 
-from .peers import Peers, aligned
+from .peers import Copies, Peers, Source, aligned
+from .tokens import Runs
 from .transport import Failures, Team
-
-Run = tuple[int, int, int]  # the first row of a rank, the first one among those of the team, rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,46 +21,63 @@ class CopiedHeads:
     """The way between tokens and heads in a team.
 
     Attributes:
+        whole: the runs of the tokens of the team.
         runs: of the tokens of each rank.
     """
 
     team: Team
     failures: Failures
     peers: Peers
-    runs: list[list[Run]]
+    whole: Runs
+    runs: list[Runs]
 
     def to_heads(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """(tokens of this rank, ranks, columns) -> (tokens of the team, columns), of each."""
         xs = [x.contiguous() for x in xs]
-        rows = sum(rows for runs in self.runs for *_, rows in runs)
-        places = self._enter(xs, rows, [x.shape[2] for x in xs])
-        for rank in self._ranks():
-            for x, place in zip(xs, places):
-                pitch = x.shape[2] * x.element_size()
-                for row, first, count in self.runs[self.team.rank]:
-                    there = place + first * pitch
-                    self._put(rank, there, pitch, x[:, rank], row, count)
-            self._tell(rank)
-        return self._results(xs, places, [(rows, x.shape[2]) for x in xs])
+        rows, columns = sum(self.counts), [x.shape[2] for x in xs]
+        places = self._enter(xs, rows, columns)
+        pitches = [n * x.element_size() for x, n in zip(xs, columns)]
+        sources = [
+            Source(x[:, 0], place, pitch, pitch) for x, place, pitch in zip(xs, places, pitches)
+        ]
+        heard = [rank for rank, count in enumerate(self.counts) if count]
+        return self._moved(self.to_all, sources, heard, places, [(rows, n) for n in columns])
 
     def to_tokens(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """The way back, (tokens of the team, columns) -> (tokens of this rank, ranks, columns)."""
         xs = [x.contiguous() for x in xs]
-        size, mine = self.team.size, self.team.rank
-        counts = [sum(rows for *_, rows in runs) for runs in self.runs]
-        places = self._enter(xs, size * max(counts), [x.shape[1] for x in xs])
-        for rank in self._ranks():
-            for x, place in zip(xs, places):
-                width = x.shape[1] * x.element_size()
-                for row, first, count in self.runs[rank]:
-                    there = place + (row * size + mine) * width
-                    self._put(rank, there, size * width, x, first, count)
-            self._tell(rank)
-        return self._results(xs, places, [(counts[mine], size, x.shape[1]) for x in xs])
+        size, mine, columns = self.team.size, self.team.rank, [x.shape[1] for x in xs]
+        places = self._enter(xs, size * max(self.counts), columns)
+        widths = [n * x.element_size() for x, n in zip(xs, columns)]
+        sources = [
+            Source(x, place + mine * width, size * width)
+            for x, place, width in zip(xs, places, widths)
+        ]
+        shapes = [(self.counts[mine], size, n) for n in columns]
+        heard = range(size) if self.counts[mine] else ()
+        return self._moved(self.from_all, sources, heard, places, shapes)
 
-    def _ranks(self) -> list[int]:
-        """All of them, this one last, as its copies take the least time."""
-        return [(self.team.rank + x) % self.team.size for x in range(1, self.team.size + 1)]
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """The tokens of each rank."""
+        return [int((x.end - x.begin).sum()) for x in self.runs]
+
+    @functools.cached_property
+    def to_all(self) -> Copies:
+        """The tokens of this rank, for all ranks."""
+        size, mine = self.team.size, self.runs[self.team.rank]
+        ranks = numpy.repeat(numpy.arange(size), len(mine.row))
+        columns = mine.row, self.whole.rows(mine.begin), mine.end - mine.begin
+        columns = (numpy.tile(x, size) for x in columns)
+        return Copies(self.team, self.peers.device, ranks, *columns)
+
+    @functools.cached_property
+    def from_all(self) -> Copies:
+        """The tokens of each rank, of those of the team."""
+        ranks = numpy.repeat(numpy.arange(self.team.size), [len(x.row) for x in self.runs])
+        begin, end, row = map(numpy.concatenate, zip(*self.runs))
+        columns = ranks, self.whole.rows(begin), row, end - begin
+        return Copies(self.team, self.peers.device, *columns)
 
     def _enter(self, xs: list[Tensor], rows: int, columns: list[int]) -> list[int]:
         """The places, in bytes, of so many rows for each of ``xs``."""
@@ -71,40 +88,24 @@ class CopiedHeads:
         self.peers.enter(size)
         return places
 
-    def _put(self, rank: int, place: int, pitch: int, x: Tensor, row: int, count: int) -> None:
-        rows, own = slice(row, row + count), rank == self.team.rank
-        self.peers.put(rank, place, pitch, x, rows, own=own)
-
-    def _tell(self, rank: int) -> None:
-        if rank != self.team.rank:
-            self.peers.tell(rank, 0)
-
-    def _results(
-        self, xs: list[Tensor], places: list[int], shapes: list[tuple[int, ...]]
+    def _moved(
+        self,
+        copies: Copies,
+        sources: list[Source],
+        heard: Iterable[int],
+        places: list[int],
+        shapes: list[tuple[int, ...]],
     ) -> list[Tensor]:
-        for rank in self._ranks()[:-1]:
-            self.peers.hear(rank, 0)
+        """What arrives from the ranks that are ``heard`` at these places, in these shapes."""
+        peers = self.peers
+        peers.send(copies, sources, 0)
+        peers.join()  # its own rows are the last
+        for rank in heard:
+            if rank != self.team.rank:
+                peers.hear(rank, 0)
         found = [
-            self.peers.tensor(place, shape, x.dtype).clone()
-            for x, place, shape in zip(xs, places, shapes)
+            peers.tensor(place, shape, source.x.dtype).clone()
+            for source, place, shape in zip(sources, places, shapes)
         ]
-        self.peers.leave()
+        peers.leave()
         return found
-
-
-def runs(indices: list[numpy.ndarray], most: int) -> list[list[Run]] | None:
-    """The runs of the tokens with these numbers, which ascend; None if a rank has too many.
-
-    Args:
-        indices: the numbers of the tokens of each rank.
-        most: runs of a rank.
-    """
-    whole, found = numpy.sort(numpy.concatenate(indices)), []
-    for numbers in indices:
-        places = numpy.searchsorted(whole, numbers)
-        cuts = numpy.flatnonzero(numpy.diff(places) != 1) + 1
-        if len(cuts) >= most:
-            return None
-        rows = numpy.split(numpy.arange(len(places)), cuts)
-        found.append([(int(x[0]), int(places[x[0]]), len(x)) for x in rows if len(x)])
-    return found

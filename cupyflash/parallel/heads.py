@@ -99,6 +99,17 @@ def join_heads(heads: Any, x: Tensor) -> Tensor:
     return rows.unflatten(2, x.shape[1:]).flatten(1, 2)
 
 
+def numbered(lengths: tuple[int, ...], team: Team) -> tuple[int, ...]:
+    """Lengths with which the kernels drop the weights that they would drop on one GPU.
+
+    They number the weights of head h of sequence b by b * heads + h, and this rank has a part of
+    the heads. So each sequence is followed and preceded by empty ones, as many as other ranks.
+    """
+    found = numpy.zeros((len(lengths), team.size), numpy.int64)
+    found[:, team.rank] = lengths
+    return tuple(found.reshape(-1).tolist())
+
+
 def whole_sequences(
     q: Tensor,
     k: Tensor,

@@ -1,8 +1,8 @@
-"""Memory that the GPUs of one host write for each other, by their copy engines.
+"""Memory that the GPUs of one host write for each other, by their copy engines or by a kernel.
 
 Copy engines take no multiprocessor from the attention that runs meanwhile, and put rows where they
-belong, so that no kernel packs or sorts them. The memory is torch's symmetric memory; NVLink's
-multicast is not used.
+belong, so that no other kernel packs or sorts them. Where the copies are many and small, one kernel
+writes them all. The memory is torch's symmetric memory; NVLink's multicast is not used.
 
 Source: docs.pytorch.org/docs/stable/symmetric_memory.html; CUDA Driver API, cuStreamWriteValue32.
 """
@@ -10,17 +10,84 @@ Source: docs.pytorch.org/docs/stable/symmetric_memory.html; CUDA Driver API, cuS
 import dataclasses
 import functools
 import platform
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.transfer import kernels
+from ..runtime.torch_library import raw_stream
+from . import choice
+from .tokens import ranges
 from .transport import Team
 
 ALIGNMENT = 256  # bytes of what lies in the memory
 LEAST = 64 << 20  # the fewest bytes that are allocated
 SIGNALS = 1  # the first channel of the signals; channel 0 is that of barriers
+found: dict[tuple[Team, torch.device], "Peers | None"] = {}  # of each team that has asked
+
+
+class Source(NamedTuple):
+    """An array whose rows are copied.
+
+    Attributes:
+        x: what is behind its first axis is contiguous.
+        place: where row 0 goes, in bytes from the beginning of the memory of a rank.
+        pitch: bytes from row to row there.
+        step: bytes from what one rank gets of a row to what the next one gets.
+    """
+
+    x: Tensor
+    place: int
+    pitch: int
+    step: int = 0
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return self.x[0].numel() * self.x.element_size() if len(self.x) else 0
+
+    @property
+    def rows(self) -> kernels.Rows:
+        pitch = self.x.stride(0) * self.x.element_size()
+        return kernels.Rows(self.x.data_ptr(), pitch, self.step, self.place, self.pitch, self.width)
+
+
+class Copies:
+    """Rows that one rank writes for others, and for itself.
+
+    Args:
+        team: of the rank; those that follow it get their rows first, it gets its own last.
+        device: of the rank.
+        columns: four arrays of integers: the ranks that get them, the first of some rows, the first
+            of these rows there, how many.
+    """
+
+    def __init__(self, team: Team, device: torch.device, *columns: Any) -> None:
+        self.device = device
+        table = numpy.stack([numpy.asarray(x, numpy.int64) for x in columns], axis=1)
+        order = numpy.argsort((table[:, 0] - team.rank - 1) % team.size, kind="stable")
+        self.table = table[order]
+        self.total = int(self.table[:, 3].sum())  # rows of all copies
+
+    @functools.cached_property
+    def by_rank(self) -> dict[int, list[tuple[int, int, int]]]:
+        """(row, row there, rows) of the copies of each rank, in the order of the ranks."""
+        copies: dict[int, list[tuple[int, int, int]]] = {}
+        for rank, *copy in self.table.tolist():
+            copies.setdefault(rank, []).append(tuple(copy))
+        return copies
+
+    @functools.cached_property
+    def moves(self) -> Tensor:
+        """int32 (rows, 3) on the device: of each row its rank, its row, and its row there."""
+        rank, row, there, rows = self.table.T
+        columns = numpy.repeat(rank, rows), ranges(row, row + rows), ranges(there, there + rows)
+        moves = numpy.stack(columns, axis=1).astype(numpy.int32)
+        return torch.from_numpy(moves).to(self.device)
 
 
 @dataclasses.dataclass
@@ -71,19 +138,61 @@ class Peers:
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[place : place + size].view(dtype).view(shape)
 
-    def put(
-        self, rank: int, place: int, pitch: int, source: Tensor, rows: slice, *, own: bool = False
-    ) -> None:
-        """Copies rows of ``source`` to byte ``place`` of the memory of a rank.
+    def send(self, copies: Copies, sources: Sequence[Source], channel: int) -> None:
+        """Copies rows on the stream of the copies, and signals the other ranks that get some."""
+        at_once = self._by_kernel(copies, sources, self.stream)
+        for rank, some in copies.by_rank.items():
+            if not at_once:
+                self._by_engine(rank, some, sources, self.stream)
+            if rank != self.team.rank:
+                self.tell(rank, channel)
 
-        What is behind the first axis of ``source`` is contiguous.
+    def keep(self, copies: Copies, sources: Sequence[Source]) -> None:
+        """Copies rows of this rank to its own memory, on the current stream."""
+        if not self._by_kernel(copies, sources, self.main):
+            for rank, some in copies.by_rank.items():
+                self._by_engine(rank, some, sources, self.main)
+
+    def _by_kernel(self, copies: Copies, sources: Sequence[Source], stream: Any) -> bool:
+        """Copies all rows in one launch, unless the copy engines are better."""
+        count = len(copies.table) * len(sources)
+        size = copies.total * sum(x.width for x in sources)
+        if self.team.size > kernels.MOST_PEERS or choice.engines_pay(count, size):
+            return False
+        moves = copies.moves.data_ptr(), len(copies.moves)
+        where = self.device.index, raw_stream(stream.cuda_stream), self.handle.buffer_ptrs
+        kernels.put_rows(*where, *moves, [x.rows for x in sources])
+        return True
+
+    def _by_engine(
+        self,
+        rank: int,
+        copies: Iterable[tuple[int, int, int]],
+        sources: Sequence[Source],
+        stream: Any,
+    ) -> None:
+        arrays = [x.rows for x in sources]
+        for row, there, rows in copies:
+            for at in arrays:
+                target = self.handle.buffer_ptrs[rank] + at.place + there * at.pitch_there
+                first = at.source + rank * at.step + row * at.pitch
+                copy_rows(target, at.pitch_there, first, at.pitch, at.width, rows, stream)
+
+    def sum(self, parts: Tensor, sums: Sequence[Tensor], places: Sequence[int]) -> None:
+        """Sums of slots into rows, on the current stream.
 
         Args:
-            pitch: bytes from row to row there.
-            own: on the current stream, else on that of the copies.
+            parts: int32 (rows, 3): for each row the first slot, how many there are, and how far the
+                next one lies behind it.
+            sums: the results, contiguous; of each the slots lie from byte ``places`` on.
         """
-        stream = self.main if own else self.stream
-        copy_rows(self.handle.buffer_ptrs[rank] + place, pitch, source, rows, stream)
+        slots = self.memory.data_ptr()
+        arrays = [
+            (slots + place, x.data_ptr(), x[0].numel() if len(x) else 0)
+            for x, place in zip(sums, places)
+        ]
+        stream, dtype = raw_stream(self.main.cuda_stream), str(sums[0].dtype).removeprefix("torch.")
+        kernels.sum_rows(self.device.index, stream, dtype, parts.data_ptr(), len(parts), arrays)
 
     def follow(self, *read: Tensor) -> None:
         """Copies that follow wait for what is on the current stream, and read these tensors."""
@@ -113,20 +222,13 @@ def aligned(size: int) -> int:
 
 
 def copy_rows(
-    target: int, pitch: int, source: Tensor, rows: slice, stream: torch.cuda.Stream
+    target: int, pitch_there: int, source: int, pitch: int, width: int, rows: int, stream: Any
 ) -> None:
-    """Copies rows of ``source`` to an address; a row there is ``pitch`` bytes behind the last one.
-
-    What is behind the first axis of ``source`` is contiguous.
-    """
+    """Copies rows of ``width`` bytes from an address to another one."""
     runtime = _runtime()
-    height = rows.stop - rows.start
-    width = source[0].numel() * source.element_size()
-    step = source.stride(0) * source.element_size()
-    if height and width:
-        first = source.data_ptr() + rows.start * step
-        kind = runtime.memcpyDefault
-        runtime.memcpy2DAsync(target, pitch, first, step, width, height, kind, stream.cuda_stream)
+    if rows and width:
+        where = target, pitch_there, source, pitch, width, rows
+        runtime.memcpy2DAsync(*where, runtime.memcpyDefault, stream.cuda_stream)
 
 
 @functools.cache
@@ -136,7 +238,6 @@ def _runtime() -> Any:
     return runtime
 
 
-@functools.cache
 def peers_of(team: Team, device: torch.device) -> Peers | None:
     """The memory of a team; None where its ranks cannot reach the memory of each other.
 
@@ -144,6 +245,22 @@ def peers_of(team: Team, device: torch.device) -> Peers | None:
     """
     if device.type != "cuda" or dist.get_backend(team.group) != "nccl":
         return None
+    forget_destroyed()
+    if (team, device) not in found:
+        found[team, device] = _peers(team, device)
+    return found[team, device]
+
+
+def forget_destroyed() -> None:
+    """Lets go of the memory of process groups that have been destroyed."""
+    for key in list(found):
+        try:
+            dist.get_process_group_ranks(key[0].group)
+        except (KeyError, ValueError):
+            del found[key]
+
+
+def _peers(team: Team, device: torch.device) -> Peers | None:
     facts: list[Any] = [None] * team.size
     visible = [_name(x) for x in range(torch.cuda.device_count())]
     mine = _name(device)

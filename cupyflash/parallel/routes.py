@@ -8,17 +8,16 @@ gradient of a part is a sum over its slots, in an order that is always the same.
 """
 
 import dataclasses
-import itertools
 from typing import NamedTuple
 
 import numpy
 
 from .exchange import calls
-from .tokens import Band, Tokens
+from .tokens import Band, Runs, Tokens, ranges
 
 
-class Copy(NamedTuple):
-    """Rows that one rank reads and another one, or itself, gets.
+class Copies(NamedTuple):
+    """Rows that one rank reads and another one, or itself, gets; int64 arrays of one length.
 
     Attributes:
         source, target: the ranks.
@@ -28,21 +27,30 @@ class Copy(NamedTuple):
         slot: where their gradients go, the first of the rows of the slots of the source.
     """
 
-    source: int
-    target: int
-    row: int
-    place: int
-    rows: int
-    slot: int = 0
+    source: numpy.ndarray
+    target: numpy.ndarray
+    row: numpy.ndarray
+    place: numpy.ndarray
+    rows: numpy.ndarray
+    slot: numpy.ndarray
+
+    def some(self, chosen: numpy.ndarray) -> "Copies":
+        """Those with these indices, or where a mask is true."""
+        return Copies(*(x[chosen] for x in self))
 
 
-class Sum(NamedTuple):
-    """Rows of a rank, and their slots: ``count`` times as many, one behind the other."""
+class Sums(NamedTuple):
+    """Parts of the rows of a rank, in their order, and their slots; int64 arrays of one length.
 
-    row: int
-    rows: int
-    slot: int
-    count: int
+    Attributes:
+        rows: how many rows.
+        slot: the first slot of the first row.
+        count: how many slots each row has; the next one lies ``rows`` behind.
+    """
+
+    rows: numpy.ndarray
+    slot: numpy.ndarray
+    count: numpy.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,81 +59,86 @@ class Routes:
 
     Attributes:
         copies: of all ranks.
-        sums: for each rank its parts, in the order of their rows; some have no slots.
+        sums: for each rank its parts; some have no slots.
         keys, slots: the most rows of keys, and of slots, that a rank has.
         travelling: the most rows that a rank gets from others.
     """
 
-    copies: list[Copy]
-    sums: list[list[Sum]]
+    copies: Copies
+    sums: list[Sums]
     keys: int
     slots: int
     travelling: int
 
 
-def routes(tokens: Tokens, band: Band, most: int) -> Routes | None:
-    """The ways of the keys, or None if a rank has more than ``most`` copies for each other one."""
-    if len(tokens.lengths) > most:
-        return None
-    owned = [_runs(tokens, rank) for rank in range(tokens.ranks)]
-    keys, copies = [], []
+def routes(tokens: Tokens, band: Band) -> Routes:
+    """The ways of the keys."""
+    owned = _Owned.of(tokens)
+    keys, found = [], []
     for target in range(tokens.ranks):
-        place = 0
-        for call in calls(tokens, target, band):
-            for first, count in zip(call.first.tolist(), numpy.diff(call.cu_seqlens_k).tolist()):
-                copies += _copies(owned, target, first, first + count, place)
-                place += count
-        keys.append(place)
-    found, sums, slots = [], [], []
+        made = calls(tokens, target, band)
+        first, counts = [numpy.zeros(0, numpy.int64)], [numpy.zeros(0, numpy.int64)]
+        first += [call.first for call in made]
+        counts += [numpy.diff(call.cu_seqlens_k) for call in made]
+        found.append(owned.copies(target, numpy.concatenate(first), numpy.concatenate(counts)))
+        keys.append(int(numpy.concatenate(counts).sum()))
+    copies = Copies(*map(numpy.concatenate, zip(*found)))
+    parts, sums, slots = [], [], []
     for source in range(tokens.ranks):
-        own = [copy for copy in copies if copy.source == source]
-        some, parts, size = _slots(own, int(tokens.counts[source]))
-        if len(some) > most * tokens.ranks:
-            return None
-        found += some
-        sums.append(parts)
+        own = copies.some(copies.source == source)
+        own, some, size = _slots(own, int(tokens.counts[source]))
+        parts.append(own)
+        sums.append(some)
         slots.append(size)
-    arriving = [0] * tokens.ranks
-    for copy in found:
-        arriving[copy.target] += copy.rows * (copy.source != copy.target)
-    return Routes(found, sums, max(keys), max(slots), max(arriving))
+    copies = Copies(*map(numpy.concatenate, zip(*parts)))
+    others = copies.some(copies.source != copies.target)
+    arriving = numpy.bincount(others.target, others.rows, minlength=1)
+    return Routes(copies, sums, max(keys), max(slots), int(arriving.max()))
 
 
-def _runs(tokens: Tokens, rank: int) -> list[tuple[int, int, int]]:
-    """(first number, number behind the last, row of the first) of each run of a rank."""
-    pieces = tokens.pieces(rank)
-    begin = tokens.starts[pieces.sequence] + pieces.begin
-    sizes = pieces.end - pieces.begin
-    rows = numpy.cumsum(sizes) - sizes
-    return list(zip(begin.tolist(), (begin + sizes).tolist(), rows.tolist()))
+class _Owned(NamedTuple):
+    """The runs of all ranks, in the order of their numbers, and the rank of each."""
+
+    runs: Runs
+    source: numpy.ndarray
+
+    @classmethod
+    def of(cls, tokens: Tokens) -> "_Owned":
+        every = [tokens.runs(rank) for rank in range(tokens.ranks)]
+        runs = Runs(*map(numpy.concatenate, zip(*every)))
+        order = numpy.argsort(runs.begin)
+        source = numpy.repeat(numpy.arange(len(every)), [len(x.begin) for x in every])
+        return cls(Runs(*(x[order] for x in runs)), source[order])
+
+    def copies(self, target: int, first: numpy.ndarray, counts: numpy.ndarray) -> Copies:
+        """The copies of ranges of keys, of this first number and length, to one place after another
+        of a rank.
+        """
+        runs, place = self.runs, numpy.cumsum(counts) - counts
+        low = numpy.searchsorted(runs.end, first, side="right")
+        high = numpy.maximum(low, numpy.searchsorted(runs.begin, first + counts, side="left"))
+        run, piece = ranges(low, high), numpy.repeat(numpy.arange(len(first)), high - low)
+        begin = numpy.maximum(first[piece], runs.begin[run])
+        end = numpy.minimum((first + counts)[piece], runs.end[run])
+        row = runs.row[run] + begin - runs.begin[run]
+        there = place[piece] + begin - first[piece]
+        targets, slots = numpy.full_like(run, target), numpy.zeros_like(run)
+        return Copies(self.source[run], targets, row, there, end - begin, slots)
 
 
-def _copies(
-    owned: list[list[tuple[int, int, int]]], target: int, begin: int, end: int, place: int
-) -> list[Copy]:
-    """The copies of the keys with the numbers [begin, end), which come to ``place``."""
-    found = []
-    for source, runs in enumerate(owned):
-        for first, last, row in runs:
-            low, high = max(begin, first), min(end, last)
-            if low < high:
-                there = place + low - begin
-                found.append(Copy(source, target, row + low - first, there, high - low))
-    return found
-
-
-def _slots(copies: list[Copy], rows: int) -> tuple[list[Copy], list[Sum], int]:
+def _slots(copies: Copies, rows: int) -> tuple[Copies, Sums, int]:
     """(the copies of one source, cut into parts, with their slots; the parts; rows of slots)."""
-    cuts = {0, rows}
-    for copy in copies:
-        cuts |= {copy.row, copy.row + copy.rows}
-    found, sums, size = [], [], 0
-    for begin, end in itertools.pairwise(sorted(cuts)):
-        length, first = end - begin, size
-        for copy in copies:
-            if copy.row <= begin < copy.row + copy.rows:
-                place = copy.place + begin - copy.row
-                found.append(copy._replace(row=begin, place=place, rows=length, slot=size))
-                size += length
-        sums.append(Sum(begin, length, first, (size - first) // length))
-    return found, sums, size
+    cuts = numpy.unique(numpy.concatenate([[0, rows], copies.row, copies.row + copies.rows]))
+    sizes = numpy.diff(cuts)
+    low = numpy.searchsorted(cuts, copies.row)
+    high = numpy.searchsorted(cuts, copies.row + copies.rows)
+    part, copy = ranges(low, high), numpy.repeat(numpy.arange(len(low)), high - low)
+    order = numpy.argsort(part, kind="stable")  # the slots of a part in the order of its copies
+    part, copy = part[order], copy[order]
+    slot = numpy.cumsum(sizes[part]) - sizes[part]
+    found = copies.some(copy)
+    place = found.place + cuts[part] - found.row
+    found = found._replace(row=cuts[part], place=place, rows=sizes[part], slot=slot)
+    count = numpy.bincount(part, minlength=len(sizes))
+    first = numpy.cumsum(count * sizes) - count * sizes
+    return found, Sums(sizes, first, count), int((count * sizes).sum())

@@ -38,6 +38,24 @@ class Pieces(NamedTuple):
     end: numpy.ndarray
 
 
+class Runs(NamedTuple):
+    """Runs of neighbouring tokens of a rank, in their order; int64 arrays of one length.
+
+    Attributes:
+        begin, end: the numbers [begin, end) of the tokens of each run; never empty.
+        row: the first of the rows that the rank has them in.
+    """
+
+    begin: numpy.ndarray
+    end: numpy.ndarray
+    row: numpy.ndarray
+
+    def rows(self, numbers: numpy.ndarray) -> numpy.ndarray:
+        """The rows of tokens that the rank has."""
+        run = numpy.searchsorted(self.begin, numbers, side="right") - 1
+        return self.row[run] + numbers - self.begin[run]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
     """The division of packed sequences among ranks.
@@ -127,6 +145,13 @@ class Tokens:
         sequence = numpy.broadcast_to(numpy.arange(len(begin))[:, None], begin.shape)
         some = begin < end
         return Pieces(sequence[some], begin[some], end[some])
+
+    def runs(self, rank: int) -> "Runs":
+        """The runs of a rank by numbers: two that touch are one, also of two sequences."""
+        pieces = self.pieces(rank)
+        first = self.starts[pieces.sequence]
+        begin, end = union(first + pieces.begin, first + pieces.end)
+        return Runs(begin, end, numpy.cumsum(end - begin) - (end - begin))
 
     def index(self, rank: int) -> numpy.ndarray:
         """int64, the numbers of the tokens of a rank, which ascend."""

@@ -19,6 +19,7 @@ PICTURES = {  # of each results file
     "ladder": ("ladder", "ladder-memory"),
     "memory": ("memory",),
     "models": ("models",),
+    "parallel": ("parallel",),
     "precision": ("precision",),
     "profile": ("roofline",),
     "time_budget": ("time_budget",),

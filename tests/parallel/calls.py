@@ -45,15 +45,18 @@ def shard_of(lengths, move, zigzag=True):
     return Shard(lengths, group, zigzag=zigzag)
 
 
-def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTES, copies=True):
+def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTES, by="engines"):
     """(index, {name: result of this rank}) of attention of a `problem`.
 
     Args:
         least_bytes: of the keys that travel together; 1 for one head at a time.
-        copies: between GPUs that reach each other's memory; else collectives.
+        by: "engines" or "kernel", which copy between GPUs that reach each other's memory, or
+            "collectives".
     """
     choice.LEAST_BYTES = choice.LEAST_COPIED = least_bytes
-    importlib.import_module("cupyflash.parallel.attention").MOST_COPIES = 16 if copies else 0
+    choice.COPY_SECONDS = {"engines": 0.0, "kernel": 1.0}.get(by)
+    reach = {"collectives": lambda *_: None}.get(by, peers.peers_of)
+    importlib.import_module("cupyflash.parallel.attention").peers_of = reach
     inputs, options = problem(*arguments)
     if dist.get_backend() == "nccl":
         inputs, options = on_gpu(inputs), on_gpu(options)
@@ -106,7 +109,7 @@ def delayed(run, *arguments):
 
         return call
 
-    names = [(peers.Peers, x) for x in ("enter", "tell", "hear", "follow", "leave")]
+    names = [(peers.Peers, x) for x in ("enter", "tell", "hear", "follow", "leave", "send")]
     with contextlib.ExitStack() as stack:
         for where, name in (*names, (transport.Pending, "wait")):
             function = after_a_delay(getattr(where, name))
@@ -239,3 +242,13 @@ def of_sharded(move):
         except (TypeError, ValueError) as error:
             texts.append(str(error))
     return same, texts
+
+
+def forgotten():
+    """The teams whose memory is kept before and after the end of their group."""
+    groups = [dist.new_group(), dist.new_group()]
+    teams = [transport.Team.of(group) for group in groups]
+    peers.found |= {(team, torch.device("cpu")): None for team in teams}
+    dist.destroy_process_group(groups[0])
+    peers.forget_destroyed()
+    return [(team, torch.device("cpu")) in peers.found for team in teams]

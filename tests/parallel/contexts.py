@@ -45,7 +45,7 @@ def refused(name):
     arguments, options = {
         "mask": ((q, q, q, torch.zeros(len(shard), len(shard))), {}),
         "tokens": ((q, q[:, :, 1:], q[:, :, 1:]), {}),
-        "dropout": ((q, q, q), {"dropout_p": 0.5}),
+        "dropout": ((q[:, :1],) * 3, {"dropout_p": 0.5}),
         "heads": ((q, q[:, :1], q[:, :1]), {}),
     }[name]
     try:

@@ -57,6 +57,7 @@ WRONG = {
     "sinks": lambda q, k, v, o: (q, k, v, o | {"sinks": torch.ones(3)}),
     "alibi": lambda q, k, v, o: (q, k, v, o | {"alibi_slopes": torch.ones(4), "causal": False}),
     "dropout": lambda q, k, v, o: (q, k, v, o | {"dropout_p": 0.5}),
+    "seed": lambda q, k, v, o: (q, k, v, o | {"dropout_p": 0.5, "dropout_seed": -1}),
     "bias": lambda q, k, v, o: (q, k, v, o | {"bias": torch.zeros(49, 49)}),
     "lengths": lambda q, k, v, o: (q, k, v, o | {"seqused_k": torch.ones(2)}),
     "layout": lambda q, k, v, o: (q, k, v, o | {"layout": "bhsd"}),
@@ -65,6 +66,7 @@ WRONG = {
     "option": lambda q, k, v, o: (q, k, v, o | {"softcap": -1.0}),
     "other option": lambda q, k, v, o: (q, k, v, o | {"softcap": 2.0}),
     "other shape": lambda q, k, v, o: (torch.cat([q, q], 1), k, v, o),
+    "other seed": lambda q, k, v, o: (q, k, v, o | {"dropout_seed": 3}),
     "gradient": lambda q, k, v, o: (q.requires_grad_(), k, v, o),
 }
 

@@ -71,6 +71,19 @@ def test_heads_have_the_bits_of_one_process(lengths, two):
         assert torch.equal(found[name], x), name
 
 
+@pytest.mark.parametrize("lengths", [[64], [37, 5, 90, 0, 1]], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (8, 8)])
+def test_dropout_drops_what_one_process_does(heads, lengths, two, four):
+    """Where only heads travel; also on a mesh whose axis of keys has one rank."""
+    options = {"dropout_p": 0.3, "dropout_seed": 11, "causal": True, "alibi": 2}
+    arguments = (lengths, "float32", heads, 16, options)
+    inputs, arrays = calls.problem(*arguments)
+    right = expected(inputs, **arrays)
+    for ranks, move in ((two, "heads"), (two, "auto"), (four, "heads"), (four, (1, 4))):
+        results = ranks.run(calls.forward_backward, arguments, move)
+        right.check(**calls.whole(results, sum(lengths)))
+
+
 def test_key_heads_for_several_ranks(four):
     """Four ranks and one key head: its gradient is the sum of theirs."""
     arguments = ([33, 8], "float32", (4, 1), 16, {"causal": True})
@@ -131,6 +144,10 @@ def test_take_and_gather(two, four):
         for lengths in LENGTHS:
             assert all(ranks.run(calls.taken_and_gathered, lengths, "heads"))
     assert all(four.run(calls.taken_and_gathered, [37, 5, 90, 0, 1], (2, 2)))
+
+
+def test_memory_of_destroyed_groups(two):
+    assert two.run(calls.forgotten) == [[False, True]] * 2
 
 
 @pytest.mark.parametrize(("heads", "move"), [((8, 2), "heads"), ((8, 4), "heads")])

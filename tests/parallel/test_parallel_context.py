@@ -21,7 +21,7 @@ def test_rows_of_a_batch(is_causal, two):
     [
         ("mask", "attn_mask must be None"),
         ("tokens", "key must be (batch, heads, tokens of this rank"),
-        ("dropout", "dropout_p must be 0 on several ranks"),
+        ("dropout", "dropout_p where keys travel must be 0"),
         ("heads", "must have the same heads without enable_gqa"),
     ],
 )

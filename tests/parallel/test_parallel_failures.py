@@ -20,7 +20,8 @@ REFUSED = {  # what the error says on rank 1, which makes the wrong call
     "slopes learn": "NotImplementedError: parallel.attention: alibi_slopes have no gradient",
     "sinks": "ValueError: parallel.attention: sinks",
     "alibi": "NotImplementedError: parallel.attention: alibi_slopes where keys travel",
-    "dropout": "NotImplementedError: parallel.attention: dropout_p must be 0 on several ranks",
+    "dropout": "NotImplementedError: parallel.attention: dropout_p where keys travel must be 0",
+    "seed": "ValueError: parallel.attention: dropout_seed must be at least 0",
     "bias": "NotImplementedError: parallel.attention: a bias spans all tokens",
     "lengths": "NotImplementedError: parallel.attention: the lengths of the shard say",
     "layout": "NotImplementedError: parallel.attention: q, k and v are (tokens, heads, head_dim)",
@@ -28,7 +29,7 @@ REFUSED = {  # what the error says on rank 1, which makes the wrong call
     "move": "ValueError: parallel.attention: move of one group must be one of 'auto'",
     "option": "ValueError: parallel.attention: softcap must be 0, or positive",
 }
-DIFFERENT = ("other option", "other shape", "gradient")
+DIFFERENT = ("other option", "other shape", "other seed", "gradient")
 
 
 def test_a_wrong_call_of_one_rank_is_an_error_on_all(two):

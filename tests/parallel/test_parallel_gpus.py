@@ -11,6 +11,7 @@ from cupyflash.testing import expected
 
 RUNS = 50
 LENGTHS = [1000, 37, 5, 2100]
+BY = ("engines", "kernel", "collectives")
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +39,29 @@ def test_forward_and_backward(options, dtype, gpus):
     inputs, arrays = calls.problem(*arguments)
     right = expected(inputs, **arrays)
     ways = [("heads", 1), ("keys", 1), ("keys", 2**30)]
-    for copies, (move, least_bytes) in itertools.product((True, False), ways):
-        results = gpus.run(calls.forward_backward, arguments, move, True, least_bytes, copies)
+    for by, (move, least_bytes) in itertools.product(BY, ways):
+        results = gpus.run(calls.forward_backward, arguments, move, True, least_bytes, by)
         right.check(**calls.whole(results, sum(LENGTHS)))
 
 
-@pytest.mark.parametrize("copies", [True, False], ids=["copies", "collectives"])
 @pytest.mark.parametrize("move", ["heads", "keys"])
-def test_equal_bits(move, copies, gpus):
+def test_kernel_has_the_bits_of_engines(move, gpus):
+    options = {"causal": True, "deterministic": True, "window": (300, 0)}
+    arguments = (LENGTHS, "bfloat16", (8, 4), 64, options)
+    found = []
+    for by in ("engines", "kernel"):
+        results = gpus.run(calls.forward_backward, arguments, move, True, 1, by)
+        found.append(calls.whole(results, sum(LENGTHS)))
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("move", ["heads", "keys"])
+def test_equal_bits(move, by, gpus):
     """Groups of one key head, whose transport and computation overlap in other ways each time."""
     options = {"causal": True, "deterministic": True}
     arguments = (LENGTHS, "bfloat16", (8, 4), 64, options)
-    more = arguments, move, True, 1, copies
+    more = arguments, move, True, 1, by
     runs = (gpus.run(calls.delayed, number, *more) for number in range(RUNS))
     first, *others = (calls.whole(results, sum(LENGTHS)) for results in runs)
     for found in others:

@@ -1,22 +1,25 @@
 """Keys that GPUs copy into each other's memory, by ranks of one process and memory of the host."""
 
-import copy
+import ctypes
 import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import calls
+import emulator
 import numpy
 import pytest
 import torch
 
-from cupyflash.parallel import pieces
+from cupyflash import jit
+from cupyflash.parallel import choice, peers, pieces
 from cupyflash.parallel.copied import CopiedKeys
-from cupyflash.parallel.copied_heads import CopiedHeads, runs
+from cupyflash.parallel.copied_heads import CopiedHeads
 from cupyflash.parallel.exchange import calls as calls_of
 from cupyflash.parallel.routes import routes
-from cupyflash.parallel.tokens import Band, Tokens
+from cupyflash.parallel.tokens import Band, Tokens, ranges
 from cupyflash.parallel.transport import Team
 from cupyflash.testing import expected
 
@@ -29,54 +32,75 @@ BANDS = {
 }
 
 
-class Memory:
-    """What `peers.Peers` offers, on arrays of the host that all ranks reach; it keeps order."""
+class Host:
+    """Memory of the host that ranks of one process have in the place of that of GPUs.
+
+    The kernels are emulated; what is put on a stream is done at once.
+    """
 
     def __init__(self, ranks, together=False):
-        self.arrays, self.told, self.rank = [], set(), None
+        self.ranks, self.arrays, self.told = ranks, [], set()
         self.barrier = threading.Barrier(ranks if together else 1)
 
     def of(self, rank):
-        peers = copy.copy(self)
-        peers.rank = rank
-        return peers
+        stream = SimpleNamespace(cuda_stream=0)
+        found = Memory(Team(None, self.ranks, rank), torch.device("cpu"), 0, stream, stream)
+        found.host = self
+        return found
 
+
+class Memory(peers.Peers):
     def enter(self, size):
-        self.barrier.wait(10)
-        if len(self.arrays) == 0:
-            self.arrays += [
-                torch.full((2 * size,), 255, dtype=torch.uint8) for _ in range(9)
-            ]  # NaN
-        self.barrier.wait(10)
-        self.returning = False
-
-    def tensor(self, place, shape, dtype):
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return self.arrays[self.rank][place : place + size].view(dtype).view(shape)
-
-    def put(self, rank, place, pitch, source, rows, *, own=False):
-        assert own == (rank == self.rank) or self.returning
-        some = source[rows].flatten(1).contiguous().view(torch.uint8)
-        self.arrays[rank].as_strided(some.shape, (pitch, 1), place).copy_(some)
+        self.host.barrier.wait(10)
+        if self.team.rank == 0 and not self.host.arrays:
+            for _ in range(self.team.size):
+                self.host.arrays.append(torch.full((2 * size,), 255, dtype=torch.uint8))  # NaN
+        self.host.barrier.wait(10)
+        self.memory = self.host.arrays[self.team.rank]
+        self.handle = SimpleNamespace(buffer_ptrs=[x.data_ptr() for x in self.host.arrays])
 
     def follow(self, *_):
-        self.returning = True
-
-    def join(self):
         pass
 
-    leave = join
+    leave = join = follow
 
     def tell(self, rank, channel):
-        assert (self.rank, rank, channel) not in self.told
-        self.told.add((self.rank, rank, channel))
+        assert (self.team.rank, rank, channel) not in self.host.told
+        self.host.told.add((self.team.rank, rank, channel))
 
     def hear(self, rank, channel):
+        signal = rank, self.team.rank, channel
         for _ in range(1000):
-            if (rank, self.rank, channel) in self.told:
-                return self.told.remove((rank, self.rank, channel))
+            if signal in self.host.told:
+                return self.host.told.remove(signal)
             time.sleep(0.01)
         raise AssertionError("no signal")
+
+
+def copy_rows(target, pitch_there, source, pitch, width, rows, stream):
+    for row in range(rows):
+        ctypes.memmove(target + row * pitch_there, source + row * pitch, width)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("emulated")
+    emulator.copy_sources(found)
+    return found
+
+
+@pytest.fixture(params=["engines", "kernel"])
+def launched(request, folder, monkeypatch):
+    """The names of the kernels that have run."""
+    if not emulator.COMPILER:
+        pytest.skip("needs g++")
+    found = []
+    load = lambda config, device: emulator.Emulated(config, folder, found, "")  # noqa: E731
+    monkeypatch.setattr(jit, "load", load)
+    monkeypatch.setattr(peers, "copy_rows", copy_rows)
+    monkeypatch.setattr(choice, "COPY_SECONDS", 0 if request.param == "engines" else 1)
+    yield found
+    assert ("put_rows" in found) == (request.param == "kernel")
 
 
 CASES = [
@@ -88,17 +112,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "lengths", "band", "zigzag"), CASES, ids=str)
-def test_attention_by_copies(ranks, lengths, band, zigzag):
+def test_attention_by_copies(ranks, lengths, band, zigzag, launched):
     options, band = BANDS[band]
     inputs, _ = calls.problem(lengths, "float32", (4, 2), 16, {})
     tokens = Tokens.of(lengths, ranks, zigzag)
-    memory, found = Memory(ranks), routes(tokens, band, most=1000)
+    host, found = Host(ranks), routes(tokens, band)
     index = [torch.from_numpy(tokens.index(rank)) for rank in range(ranks)]
     made = [calls_of(tokens, rank, band) for rank in range(ranks)]
     rows = [[len(x.keys) for x in some] for some in made]
     groups = [slice(0, 1), slice(1, 2)]
     journeys = [
-        CopiedKeys(Team(None, ranks, rank), None, memory.of(rank), found, rows[rank]).start(
+        CopiedKeys(Team(None, ranks, rank), None, host.of(rank), found, rows[rank]).start(
             inputs.k[index[rank]], inputs.v[index[rank]], groups, gradients=True
         )
         for rank in range(ranks)
@@ -124,25 +148,24 @@ def test_attention_by_copies(ranks, lengths, band, zigzag):
         results.append((index[rank], whole))
     for (_, whole), journey in zip(results, journeys, strict=True):
         whole["dk"], whole["dv"] = journey.gradients()
-    assert not memory.told  # each signal was heard
+    assert not host.told  # each signal was heard
+    assert "sum_rows" in launched
     right = expected(inputs, **options)
     right.check(**calls.whole(results, sum(lengths)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_heads_by_copies(lengths, ranks):
+def test_heads_by_copies(lengths, ranks, launched):
     """There and back, ranks one after another: what has arrived is looked at at the end."""
-    tokens, memory = Tokens.of(lengths, ranks), Memory(ranks, together=True)
-    index = [tokens.index(rank) for rank in range(ranks)]
-    found, most = runs(index, most=1000), max(len(x) for x in runs(index, most=1000))
-    assert runs(index, max(1, most)) == found
-    assert most < 2 or runs(index, most - 1) is None
+    tokens, host = Tokens.of(lengths, ranks), Host(ranks, together=True)
+    index, runs = zip(*((tokens.index(rank), tokens.runs(rank)) for rank in range(ranks)))
     q = torch.randn(sum(lengths), ranks, 6)
     k = torch.randn(sum(lengths), ranks, 4, dtype=torch.float16)
 
     def there_and_back(rank):
-        heads = CopiedHeads(Team(None, ranks, rank), None, memory.of(rank), found)
+        whole, team = tokens.teams(ranks).runs(0), Team(None, ranks, rank)
+        heads = CopiedHeads(team, None, host.of(rank), whole, list(runs))
         split = heads.to_heads([x[index[rank]] for x in (q, k)])
         return split, heads.to_tokens(split)
 
@@ -150,7 +173,7 @@ def test_heads_by_copies(lengths, ranks):
         for rank, (split, joined) in enumerate(pool.map(there_and_back, range(ranks))):
             for x, some, back in zip((q, k), split, joined, strict=True):
                 assert torch.equal(some, x[:, rank]) and torch.equal(back, x[index[rank]])
-    assert not memory.told
+    assert not host.told
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
@@ -158,14 +181,14 @@ def test_heads_by_copies(lengths, ranks):
 def test_each_key_and_gradient_once(lengths, ranks):
     """Numbers of tokens in the place of keys, and in the place of gradients ones."""
     tokens, band = Tokens.of(lengths, ranks), Band(None, 0)
-    found = routes(tokens, band, most=10000)
+    found = routes(tokens, band)
     keys, seen = numpy.full((ranks, found.keys), -1), numpy.zeros(tokens.total, int)
     slots = numpy.zeros((ranks, found.slots), int)
-    for way in found.copies:
-        own = tokens.index(way.source)[way.row : way.row + way.rows]
-        assert (keys[way.target, way.place : way.place + way.rows] == -1).all()
-        keys[way.target, way.place : way.place + way.rows] = own
-        slots[way.source, way.slot : way.slot + way.rows] += 1
+    for source, target, row, place, rows, slot in zip(*(x.tolist() for x in found.copies)):
+        own = tokens.index(source)[row : row + rows]
+        assert (keys[target, place : place + rows] == -1).all()
+        keys[target, place : place + rows] = own
+        slots[source, slot : slot + rows] += 1
     for rank in range(ranks):
         wanted = [call.keys for call in calls_of(tokens, rank, band)]
         wanted = numpy.concatenate([numpy.arange(0), *wanted])
@@ -173,19 +196,36 @@ def test_each_key_and_gradient_once(lengths, ranks):
         numpy.add.at(seen, wanted, 1)
     for rank, parts in enumerate(found.sums):
         row = 0
-        for part in parts:
-            assert part.row == row
-            some = slots[rank, part.slot : part.slot + part.count * part.rows]
-            assert (some == 1).all()
-            own = tokens.index(rank)[row : row + part.rows]
-            assert (seen[own] == part.count).all()
-            row += part.rows
+        for rows, slot, count in zip(*(x.tolist() for x in parts)):
+            assert (slots[rank, slot : slot + count * rows] == 1).all()
+            own = tokens.index(rank)[row : row + rows]
+            assert (seen[own] == count).all()
+            row += rows
         assert row == tokens.counts[rank]
 
 
-def test_many_copies_are_left_to_collectives():
-    tokens = Tokens.of([100] * 12, 2)
-    counts = [sum(x.source == rank for x in routes(tokens, Band(), 1000).copies) for rank in (0, 1)]
-    most = max(counts) // 2
-    assert routes(tokens, Band(), most) is not None and routes(tokens, Band(), most - 1) is None
-    assert routes(Tokens.of([1] * 1000, 2), Band(), 16) is None
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_runs(size):
+    """The runs of a rank are its tokens, and a team finds each of them."""
+    tokens = Tokens.of([97, 3, 0, 64, 10], 8)
+    team = tokens.teams(size).runs(0)
+    numbers = numpy.sort(numpy.concatenate([tokens.index(rank) for rank in range(size)]))
+    for rank in range(size):
+        own, runs = tokens.index(rank), tokens.runs(rank)
+        assert numpy.array_equal(ranges(runs.begin, runs.end), own)
+        assert (runs.begin[1:] > runs.end[:-1]).all()  # those that touch are one
+        assert numpy.array_equal(runs.rows(own), numpy.arange(len(own)))
+        assert numpy.array_equal(team.rows(own), numpy.searchsorted(numbers, own))
+
+
+def test_engines_make_few_large_copies():
+    """Of a sequence of 8192 tokens a GPU, not of twelve documents."""
+    row = 2 * 8 * 128 * 2  # bytes of keys and values
+    for ranks in (2, 4, 8):
+        shares = {"one": [1], "documents": [1 / 4, 1 / 4, 1 / 8, 1 / 8, *[1 / 32] * 8]}
+        for name, parts in shares.items():
+            tokens = Tokens.of([int(8192 * ranks * x) for x in parts], ranks)
+            copies = routes(tokens, Band(None, 0)).copies
+            sent = copies.some((copies.source == 0) & (copies.target != 0))
+            pay = choice.engines_pay(2 * len(sent.rows), row * int(sent.rows.sum()))
+            assert pay == (name == "one"), (ranks, name)

@@ -16,7 +16,7 @@ LAYERS = (  # the lowest first; modules of one line are siblings that do not imp
     ("environment", "packages", "wheel"),
     ("jit",),
     ("runtime",),
-    ("ops.attention", "ops.norm", "ops.diffusion", "ops.baselines"),
+    ("ops.attention", "ops.norm", "ops.diffusion", "ops.baselines", "ops.transfer"),
     ("ops.linear", "ops.decode", "ops.group_norm"),
     ("ops.block", "ops"),
     ("machine", "parallel", "precompile"),

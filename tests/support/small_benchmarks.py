@@ -123,7 +123,7 @@ BENCHMARKS = {
     "parallel": Small(
         "--gpus 2 --dtype float32 --checked 32 --impls cupyflash-heads cupyflash-keys ring",
         2 * (4 + 3 + 3),  # the ring has one sequence only, without a window
-        {"parallel.parallel.CASES": PARALLEL},
+        {"parallel.parallel.cases": lambda ranks: PARALLEL},
     ),
     "scores": Small(
         "--only scores masks gradient host --impls cupyflash cupyflash-plain cupyflash-option",
