@@ -9,6 +9,7 @@ Source: docs.pytorch.org/docs/stable/symmetric_memory.html; CUDA Driver API, cuS
 
 import dataclasses
 import functools
+import math
 import platform
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class Source(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes of a row."""
-        return self.x[0].numel() * self.x.element_size() if len(self.x) else 0
+        return math.prod(self.x.shape[1:]) * self.x.element_size()
 
     @property
     def rows(self) -> kernels.Rows:
@@ -188,8 +189,7 @@ class Peers:
         """
         slots = self.memory.data_ptr()
         arrays = [
-            (slots + place, x.data_ptr(), x[0].numel() if len(x) else 0)
-            for x, place in zip(sums, places)
+            (slots + place, x.data_ptr(), math.prod(x.shape[1:])) for x, place in zip(sums, places)
         ]
         stream, dtype = raw_stream(self.main.cuda_stream), str(sums[0].dtype).removeprefix("torch.")
         kernels.sum_rows(self.device.index, stream, dtype, parts.data_ptr(), len(parts), arrays)

@@ -1,10 +1,13 @@
 """torch's scaled_dot_product_attention in `parallel.context`, beside one process."""
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import parallel
+from cupyflash.integrations import accelerate
 
 LENGTHS = [37, 14]
 
@@ -53,3 +56,69 @@ def refused(name):
             sdpa(*arguments, **options)
     except (NotImplementedError, ValueError) as error:
         return str(error)
+
+
+def buffers(lengths):
+    """Whether the block of torch's signature has the results of one process, and restores."""
+    total = sum(lengths or [64])
+    made = torch.Generator().manual_seed(3)
+    whole = [torch.randn(2, total, 4, 16, generator=made) for _ in range(4)]
+    ids = torch.arange(2 * total).reshape(2, total)
+    right = results(packed(lengths or [total]), True, *(x.transpose(1, 2) for x in whole))
+    given = [ids.clone(), *(x.clone() for x in whole)]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    block = parallel.context_parallel(
+        mesh, buffers=given, buffer_seq_dims=[1] * 5, no_restore_buffers={given[0]}, lengths=lengths
+    )
+    with block as shard:
+        same = torch.equal(given[0], shard.take(ids, 1))
+        mine = [x.clone().transpose(1, 2) for x in given[1:]]
+        found = results(sdpa, True, *mine)
+    same &= torch.equal(given[0], shard.take(ids, 1))
+    same &= all(map(torch.equal, given[1:], whole))
+    return [(x - shard.take(y, 2)).abs().max().item() for x, y in zip(found, right)], same
+
+
+def packed(lengths):
+    def attention(*tensors, **options):
+        rows = zip(*(x.split(lengths, 2) for x in tensors), strict=True)
+        return torch.cat([sdpa(*some, **options) for some in rows], 2)
+
+    return attention
+
+
+def wrong_buffers(name):
+    """The text of the error."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x, y = torch.zeros(8, 3), torch.zeros(8)
+    options = {
+        "none": {},
+        "dims": {"buffers": [x], "buffer_seq_dims": [0, 1]},
+        "tokens": {"buffers": [x, y], "buffer_seq_dims": [1, 0]},
+        "lengths": {"buffers": [x], "buffer_seq_dims": [0], "lengths": [5, 4]},
+        "no buffer": {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": {y}},
+    }[name]
+    try:
+        with parallel.context_parallel(mesh, **options):
+            pass
+    except ValueError as error:
+        return str(error)
+
+
+class Accelerating:
+    """What `integrations.accelerate.prepare` needs of an accelerator."""
+
+    def __init__(self):
+        self.torch_device_mesh = init_device_mesh(
+            "cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)
+        )
+
+
+def accelerated():
+    """Whether the block of an accelerator divides its buffers."""
+    accelerator = Accelerating()
+    assert accelerate.prepare(accelerator, "model") == ("model",)
+    ids = torch.arange(12)[None]
+    with accelerator._cp_context(buffers=[ids], buffer_seq_dims=[1], no_restore_buffers=None):
+        inside = ids.shape
+    return inside == (1, 6) and torch.equal(ids, torch.arange(12)[None])

@@ -1,10 +1,13 @@
-"""torch's scaled_dot_product_attention in `parallel.context`, by both of its names.
+"""torch's scaled_dot_product_attention in `parallel.context`, by both of its names, and blocks with
+torch's signature.
 
 The processes are those of ranks.py.
 """
 
 import contexts
 import pytest
+
+from cupyflash.integrations import accelerate
 
 ROUNDING = 1e-5  # of float32 results of size one, between two orders of sums
 
@@ -28,3 +31,35 @@ def test_rows_of_a_batch(is_causal, two):
 def test_what_is_refused(name, text, two):
     for found in two.run(contexts.refused, name):
         assert text in found
+
+
+@pytest.mark.parametrize("lengths", [None, [29, 7, 40]], ids=str)
+def test_buffers(lengths, two):
+    for errors, same in two.run(contexts.buffers, lengths):
+        assert max(errors) < ROUNDING and same
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none", "buffers must be at least one"),
+        ("dims", "buffer_seq_dims as many, got 1 and 2"),
+        ("tokens", "buffers must have the 3 tokens of all sequences, got [3, 8]"),
+        ("lengths", "buffers must have the 9 tokens of all sequences, got [8]"),
+        ("no buffer", "no_restore_buffers must be among the buffers"),
+    ],
+)
+def test_wrong_buffers(name, text, two):
+    for found in two.run(contexts.wrong_buffers, name):
+        assert found.startswith("parallel.context_parallel: ") and text in found
+
+
+def test_accelerate(two):
+    assert all(two.run(contexts.accelerated))
+    accelerator = pytest.importorskip("accelerate").Accelerator
+    prepare = accelerator._prepare_cp
+    try:
+        accelerate.register()
+        assert accelerator._prepare_cp is accelerate.prepare
+    finally:
+        accelerator._prepare_cp = prepare
