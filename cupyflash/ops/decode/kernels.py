@@ -62,7 +62,7 @@ class CacheAppend(KernelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CacheGather(KernelConfig):
-    """Keys and values out of a cache; a thread has ``vector`` columns."""
+    """Keys and values out of a cache; a thread has ``vector`` columns at a time."""
 
     source: ClassVar[str] = "decode/cache_gather.cu"
     threads: ClassVar[int] = header("decode/cache_gather.cu").THREADS
@@ -70,6 +70,11 @@ class CacheGather(KernelConfig):
     dtype: str
     kind: int
     vector: int
+
+    def blocks(self, length: int, heads: int, head_dim: int) -> int:
+        """Blocks for so many keys of a sequence."""
+        items = length * heads * -(-head_dim // self.vector)
+        return -(-items // header(self.source).ITEMS)
 
 
 @dataclasses.dataclass(frozen=True)
