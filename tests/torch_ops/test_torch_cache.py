@@ -122,7 +122,7 @@ def test_append_in_a_full_graph(target, backend):
     """Rows, scales and what is read of them afterwards."""
 
     def step(arguments):
-        cache_append(**arguments | {"k": arguments["k"] * 2})
+        cache_append(**{**arguments, "k": arguments["k"] * 2})
         return arguments["k_cache"].float() * arguments["k_scale"][..., None]
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
