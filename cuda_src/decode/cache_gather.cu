@@ -2,14 +2,17 @@
 // that do not read pages: row i of sequence b becomes key starts[b] + i. A cache of 8 bits (KIND)
 // is multiplied by its scales, and rounded to T.
 //
-// Each thread has VECTOR neighbouring columns of a head of a row of k and of v. Rows behind the
-// last key are not written.
+// A block has ITEMS neighbouring items of a sequence, of which each thread takes some in turn; an
+// item is VECTOR neighbouring columns of a head of a row, of k and of v. Rows behind the last key
+// are not written, and a block that has only such rows ends at once. Divisions of 64 bits, which
+// would cost more than an item, are made once a block.
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
 #include "narrow.cuh"
 #include "params.cuh"
 
 constexpr int THREADS = 256;
+constexpr int ITEMS = 4 * THREADS;
 
 template <typename T, int KIND, int VECTOR>
 __device__ void get(T* to, const void* cache, int64_t from, const float* scale) {
@@ -27,27 +30,32 @@ __device__ void get(T* to, const void* cache, int64_t from, const float* scale) 
 template <typename T, int KIND, int VECTOR>
 __global__ void __launch_bounds__(THREADS)
     cache_gather(const __grid_constant__ CacheGatherParams params) {
-  // ---- which columns ----
-  const int vectors = ceil_div(params.head_dim, VECTOR);
-  int64_t item = int64_t(blockIdx.x) * THREADS + threadIdx.x;
-  const int column = item % vectors * VECTOR;
-  const int64_t to = item / vectors * params.head_dim + column;
-  item /= vectors;
-  const int head = item % params.heads;
-  item /= params.heads;
-  const int batch = item / params.max_length;
-  if (batch >= params.batch) return;
-  const int64_t key =
-      item - int64_t(batch) * params.max_length + (params.starts ? params.starts[batch] : 0);
-  if (key < 0 || key >= min(params.lengths[batch], params.pages.capacity)) return;
+  // ---- which items ----
+  const int vectors = ceil_div(params.head_dim, VECTOR), per_row = params.heads * vectors;
+  const int batch = blockIdx.x / params.blocks;
+  const int64_t first = int64_t(blockIdx.x - batch * params.blocks) * ITEMS;
+  const int64_t first_row = first / per_row;
+  const int start = params.starts ? params.starts[batch] : 0;
+  const int end = min(params.lengths[batch], params.pages.capacity);
+  if (start < 0 || start + first_row >= end) return;
 
   // ---- copy ----
-  const RowPlace at = place_of(params, batch, key);
-  const int page = params.pages.existing(at.page);
-  get<T, KIND, VECTOR>(static_cast<T*>(params.k) + to, params.k_cache,
-                       params.k_cache_strides.at(page, at.row, head) + column,
-                       params.k_scale + params.k_scale_strides.at(page, at.row, head));
-  get<T, KIND, VECTOR>(static_cast<T*>(params.v) + to, params.v_cache,
-                       params.v_cache_strides.at(page, at.row, head) + column,
-                       params.v_scale + params.v_scale_strides.at(page, at.row, head));
+#pragma unroll
+  for (int i = 0; i < ITEMS; i += THREADS) {
+    const int item = first - first_row * per_row + i + threadIdx.x, row = item / per_row;
+    const int head = (item - row * per_row) / vectors;
+    const int column = (item - row * per_row - head * vectors) * VECTOR;
+    const int64_t key = start + first_row + row;
+    if (key >= end) return;
+    const RowPlace at = place_of(params, batch, key);
+    const int page = params.pages.existing(at.page);
+    const int64_t to_row = int64_t(batch) * params.max_length + first_row + row;
+    const int64_t to = (to_row * params.heads + head) * params.head_dim + column;
+    get<T, KIND, VECTOR>(static_cast<T*>(params.k) + to, params.k_cache,
+                         params.k_cache_strides.at(page, at.row, head) + column,
+                         params.k_scale + params.k_scale_strides.at(page, at.row, head));
+    get<T, KIND, VECTOR>(static_cast<T*>(params.v) + to, params.v_cache,
+                         params.v_cache_strides.at(page, at.row, head) + column,
+                         params.v_scale + params.v_scale_strides.at(page, at.row, head));
+  }
 }

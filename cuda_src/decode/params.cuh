@@ -59,7 +59,7 @@ struct CacheGatherParams {
   Strides k_scale_strides;
   Strides v_scale_strides;
   PagedRows pages;
-  int batch;
+  int blocks;  // of a sequence
   int max_length;
   int heads;
   int head_dim;

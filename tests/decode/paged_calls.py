@@ -69,6 +69,12 @@ class Case:
         return self.tokens if self.packed else (self.tokens,) * self.batch
 
     @property
+    def launches(self) -> list[str]:
+        """The kernel of attention, and what may come before it."""
+        tile = max(self.counts) * self.group > 16 and self.head_dim <= 128
+        return ["flash_decode_tile", "cache_append"] if tile else ["flash_decode"]
+
+    @property
     def lengths(self) -> list[int]:
         return [p + n * self.counted for p, n in zip(self.positions, self.counts)]
 
@@ -281,6 +287,12 @@ CASES = [
     Case((700, 5), page=1, heads_kv=2, group=8, head_dim=128, num_splits=3),
     Case((45, 0, 9), page=3, tokens=2, head_dim=192, group=8, num_splits=1, alibi=True),
     Case((900,), page=16, tokens=(2,), appends=False, leftpad=(333,), num_splits=32),
+    Case((37, 100, 260), page=16, tokens=8, heads_kv=2, group=8, head_dim=128, dtype="bfloat16"),
+    Case((0, 130), page=1, tokens=(5, 3), group=7, head_dim=128, softcap=5.0, alibi=True),
+    Case((64, 0, 333), page=0, tokens=4, group=16, heads_kv=2, sinks=True, window=(50, 3)),
+    Case((400, 9), page=64, tokens=6, group=12, appends=False, counted=False, causal=False,
+         dtype="bfloat16", head_dim=104, num_splits=3),
+    Case((300,), page=3, tokens=60, leftpad=(17,), window=(100, 0)),
 ]  # fmt: skip
 
 
@@ -297,6 +309,10 @@ class NarrowCase(Case):
     cache: str = "int8"
     scales: "tuple[int, ...] | str" = "own"
     spread: int = 0
+
+    @property
+    def launches(self) -> list[str]:
+        return ["flash_decode_narrow", "cache_append"]
 
 
 class NarrowCall(Call):
@@ -494,16 +510,15 @@ def run_emulated(folder: Path) -> None:
 
     for number, case in enumerate(CASES):
         for blocks in (None, 1, 40) if number % 3 == 0 and not case.num_splits else (None,):
-            run(case, blocks, Call(case).check, "flash_decode")
+            run(case, blocks, Call(case).check, *case.launches)
     for blocks in (20, 75):
         run(LONG, blocks, Call(LONG).check, "flash_decode")
     run(FIXED, None, lambda: check_fixed_splits(FIXED), "flash_decode")
     for rows in ROWS:
         run(rows, None, rows.check, "cache_append", "cache_gather")
     for number, case in enumerate(NARROW_CASES):
-        names = ["flash_decode_narrow", *(["cache_append"] if case.appends else [])]
         for blocks in (None, 1, 40) if number < 2 else (None,):
-            run(case, blocks, NarrowCall(case).check, *names)
+            run(case, blocks, NarrowCall(case).check, *case.launches)
 
 
 if __name__ == "__main__":

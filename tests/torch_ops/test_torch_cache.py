@@ -1,9 +1,10 @@
 """The operator of attention with a cache: full graphs, fakes, and what it changes."""
 
+import numpy
 import pytest
 from matrix import each_library
 
-from cupyflash import attention_with_cache, flash_attn_with_kvcache
+from cupyflash import attention_with_cache, cache_append, flash_attn_with_kvcache
 from cupyflash.testing.cached import CachedCase, CachedProblem
 
 torch = pytest.importorskip("torch")
@@ -102,3 +103,34 @@ def test_a_dispatch_mode_sees_the_call(target):
         found = attention_with_cache(**arguments)
     assert torch.equal(found, right)
     assert seen[0] == "cupyflash.attention_with_cache.default"
+
+
+def rows_of(target):
+    """Rows, caches of 8 bits whose scales they get, and slots, one of which is none."""
+    values = {name: numpy.full((3, 2, 16), i + 1.5) for i, name in enumerate("kv")}
+    arguments = {name: target.array(x, "float32") for name, x in values.items()}
+    caches = {name: torch.zeros(5, 4, 2, 16, dtype=torch.int8) for name in ("k_cache", "v_cache")}
+    scales = {name: torch.zeros(5, 4, 2) for name in ("k_scale", "v_scale")}
+    places = {"positions": None, "slots": torch.tensor([7, -1, 18])}
+    moved = {name: x.to(target.device) for name, x in (caches | scales).items()}
+    return arguments | moved | places | {"slots": places["slots"].to(target.device)}
+
+
+@each_library(library="torch")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_append_in_a_full_graph(target, backend):
+    """Rows, scales and what is read of them afterwards."""
+
+    def step(arguments):
+        cache_append(**{**arguments, "k": arguments["k"] * 2})
+        return arguments["k_cache"].float() * arguments["k_scale"][..., None]
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    expected, found = rows_of(target), rows_of(target)
+    assert torch.equal(compiled(found), step(expected))
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        assert torch.equal(found[name], expected[name]) and found[name].count_nonzero() > 0
+    needing = rows_of(target)
+    needing["k"] = needing["k"].requires_grad_()
+    with pytest.raises(NotImplementedError, match="^cache_append: has no backward"):
+        torch.compile(cache_append, backend="eager")(**needing)

@@ -6,7 +6,7 @@ import numpy
 
 from ... import environment
 from ...runtime.array import Array
-from ...runtime.operation import Operation, Plans, is_followed
+from ...runtime.operation import Operation, Plans, TorchSide
 from ...runtime.overlap import Written
 from ...runtime.specs import Spec, views_of
 from . import kv_cache, reference
@@ -50,7 +50,7 @@ def cache_append(
 
     Arrays are NumPy or CuPy arrays or torch tensors. What lies on a GPU is not checked, as that
     would wait for it, unless CUPYFLASH_DEBUG=1: a place that does not exist is left alone. Of rows
-    that go to one place, one is there afterwards.
+    that go to one place, one is there afterwards. torch.compile takes the call as one operator.
 
     Args:
         k: (rows, heads, head_dim), float16, bfloat16 or float32; the last dimension contiguous.
@@ -71,7 +71,8 @@ def cache_append(
         TypeError: dtypes, libraries.
         ValueError: shapes, strides, devices, scales, a cache that shares memory with another
             argument; on the CPU a place that does not exist.
-        NotImplementedError: inputs that require a gradient.
+        NotImplementedError: inputs that require a gradient, or are within a transform of
+            torch.func.
     """
     arrays = (k, v, k_cache, v_cache, positions, page_table, sequences, slots, k_scale, v_scale)
     APPEND(FUNCTION, arrays, ())
@@ -88,8 +89,6 @@ def run(
         slots = _slots(function, library, arrays)
         reference.append(library, *new, (k_cache, v_cache), slots, arrays[-2:])
         return ()
-    if is_followed(library, arrays):
-        _written(function, library, arrays)
     key, pointers = _plans.key(library, arrays, function)
     written = _plans.get(key)
     if written is None:
@@ -102,7 +101,13 @@ def run(
     return ()
 
 
-APPEND = Operation(run, native="k")
+def _torch_side() -> type[TorchSide]:
+    from . import torch_ops
+
+    return torch_ops.Appended
+
+
+APPEND = Operation(run, _torch_side, native="k", names=lambda _, i: list(SPECS)[i])
 
 
 def _written(function: str, library: Any, arrays: tuple[Array | None, ...]) -> Written:

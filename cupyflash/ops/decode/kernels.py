@@ -15,6 +15,9 @@ work = header("decode/decode_work.cuh")
 CACHE_KINDS = ("", "int8", "float8_e4m3fn")  # dtypes, as narrow.cuh numbers them; "" is that of k
 NARROW_KINDS = (1, 2)  # those of 8 bits
 MAX_ROWS = 16  # queries that one unit takes
+TILE_ROWS = 64  # queries of a unit of flash_decode_tile
+TILE_HEAD_DIMS = (64, 128)  # of its tiles
+BESIDE = 2048  # bytes of shared memory that a block of it takes beside its tiles
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8,), 256: (8,)}  # by head_dim of the tiles
 MOST_BLOCKS = 512  # of a grid that shares the keys
@@ -60,7 +63,7 @@ class CacheAppend(KernelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CacheGather(KernelConfig):
-    """Keys and values out of a cache; a thread has ``vector`` columns."""
+    """Keys and values out of a cache; a thread has ``vector`` columns at a time."""
 
     source: ClassVar[str] = "decode/cache_gather.cu"
     threads: ClassVar[int] = header("decode/cache_gather.cu").THREADS
@@ -68,6 +71,11 @@ class CacheGather(KernelConfig):
     dtype: str
     kind: int
     vector: int
+
+    def blocks(self, length: int, heads: int, head_dim: int) -> int:
+        """Blocks for so many keys of a sequence."""
+        items = length * heads * -(-head_dim // self.vector)
+        return -(-items // header(self.source).ITEMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +85,7 @@ class FlashDecode(KernelConfig):
     source: ClassVar[str] = "decode/flash_decode.cu"
     dependent: ClassVar[bool] = True
     threads: ClassVar[int] = work.DECODE_THREADS
+    appends: ClassVar[bool] = True  # new keys may be arguments
 
     dtype: str
     head_dim: int
@@ -110,6 +119,7 @@ class FlashDecodeNarrow(FlashDecode):
     """
 
     source: ClassVar[str] = "decode/flash_decode_narrow.cu"
+    appends: ClassVar[bool] = False
 
     kind: int
 
@@ -117,6 +127,35 @@ class FlashDecodeNarrow(FlashDecode):
     def keys(self) -> int:
         """Keys in a load of a warp."""
         return 32
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashDecodeTile(KernelConfig):
+    """Attention of more new tokens to a cache; 64 queries meet the keys of a head at once.
+
+    Attributes:
+        stages: tiles of keys in shared memory.
+        blocks: those that a multiprocessor runs at a time.
+    """
+
+    source: ClassVar[str] = "decode/flash_decode_tile.cu"
+    dependent: ClassVar[bool] = True
+    threads: ClassVar[int] = work.DECODE_THREADS
+    appends: ClassVar[bool] = False
+    rows: ClassVar[int] = TILE_ROWS
+    keys: ClassVar[int] = 16
+
+    dtype: str
+    head_dim: int
+    arch: int
+    stages: int
+    smem_bytes: int
+    blocks: int = dataclasses.field(kw_only=True)
+
+    @property
+    def part_size(self) -> int:
+        """Floats of DecodePart in flash_decode_merge.cuh."""
+        return self.rows * (self.head_dim + 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,20 +176,44 @@ def vector(dtype: str, aligned: bool) -> int:
 
 def flash_decode(
     dtype: str, kind: int, shape: CachedShape, capability: tuple[int, int]
-) -> FlashDecode | None:
+) -> FlashDecode | FlashDecodeTile | None:
     """The kernel for new tokens and a cache; None if another way is faster or needed.
 
     Args:
         kind: of the cache, an index into `CACHE_KINDS`.
     """
     arch, rows = _decode_arch(dtype, capability), decode_rows(shape)
-    if arch is None or (shape.seqlen_q > MAX_TOKENS and rows > MAX_ROWS):
-        return None
     head_dim = -(-shape.head_dim // 64) * 64
+    if arch is None:
+        return None
+    few = shape.seqlen_q <= MAX_TOKENS
+    if rows > MAX_ROWS and (few or rows <= TILE_ROWS) and not kind:
+        config = flash_decode_tile(dtype, head_dim, capability)
+        if config is not None:
+            return config
+    if not few and rows > MAX_ROWS:
+        return None
     fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
     if kind:
         return FlashDecodeNarrow(dtype, head_dim, fitting[0], arch, kind)
     return FlashDecode(dtype, head_dim, fitting[0], arch)
+
+
+def flash_decode_tile(
+    dtype: str, head_dim: int, capability: tuple[int, int]
+) -> FlashDecodeTile | None:
+    """The kernel for more queries; None if there is none of this head_dim, or for this GPU."""
+    arch, kib = _decode_arch(dtype, capability), architecture(capability).shared_memory
+    if head_dim not in TILE_HEAD_DIMS or arch is None or arch < 80:
+        return None
+
+    def size(stages: int) -> int:
+        """Bytes of the queries and of tiles of keys and values."""
+        return 2 * head_dim * (TILE_ROWS + 2 * stages * TILE_ROWS)
+
+    stages = 3 if size(3) + BESIDE <= 1024 * kib else 2
+    blocks = 2 if 2 * (size(stages) + BESIDE) <= 1024 * (kib + 1) else 1
+    return FlashDecodeTile(dtype, head_dim, arch, stages, size(stages), blocks=blocks)
 
 
 def decode_rows(shape: CachedShape) -> int:
@@ -158,19 +221,19 @@ def decode_rows(shape: CachedShape) -> int:
     return shape.seqlen_q * (shape.heads_q // shape.heads_kv) if shape.heads_kv else 0
 
 
-def decode_units(config: FlashDecode, shape: CachedShape) -> int:
+def decode_units(config: FlashDecode | FlashDecodeTile, shape: CachedShape) -> int:
     """Heads of keys with up to ``config.rows`` queries, if all sequences are as the longest."""
     return shape.batch * shape.heads_kv * -(-decode_rows(shape) // config.rows)
 
 
-def decode_rounds(config: FlashDecode, shape: CachedShape) -> int:
+def decode_rounds(config: FlashDecode | FlashDecodeTile, shape: CachedShape) -> int:
     """The most rounds of all units (decode_work.cuh)."""
     keys = config.keys * work.NUM_WARPS
     return decode_units(config, shape) * (-(-shape.max_length // keys) + 1)
 
 
 def decode_grid(
-    config: FlashDecode, shape: CachedShape, num_splits: int, multiprocessors: int
+    config: FlashDecode | FlashDecodeTile, shape: CachedShape, num_splits: int, multiprocessors: int
 ) -> int:
     """As many blocks as run at once and can have work, or one for each split of a unit."""
     if num_splits:
@@ -204,3 +267,5 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
                 yield FlashDecode(dtype, head_dim, rows, arch)
                 for kind in NARROW_KINDS:
                     yield FlashDecodeNarrow(dtype, head_dim, rows, arch, kind)
+            if (config := flash_decode_tile(dtype, head_dim, capability)) is not None:
+                yield config

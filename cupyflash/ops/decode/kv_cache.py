@@ -130,17 +130,16 @@ class GatherPlan(Plan):
         self.empty = math.prod(self.shape) * math.prod(cache.shape) == 0
         if self.empty:
             return
+        config = kernels.CacheGather(q.dtype, *_kind(q.dtype, views, aligned))
         params = structs.CacheGatherParams(
             **_cache_strides(views),
             pages=paged_rows(views),
-            batch=self.shape[0],
+            blocks=config.blocks(max_length, heads, head_dim),
             max_length=max_length,
             heads=heads,
             head_dim=head_dim,
         )
-        config = kernels.CacheGather(q.dtype, *_kind(q.dtype, views, aligned))
-        items = math.prod(self.shape[:3]) * -(-head_dim // config.vector)
-        blocks = require_grid(function, -(-items // config.threads), self.shape)
+        blocks = require_grid(function, self.shape[0] * params.blocks, self.shape)
         self.launch = Launch(config, cache.device, blocks, params)
 
     def run(self, q: Array, pointers: list[int]) -> tuple[Array, Array]:

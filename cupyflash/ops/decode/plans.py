@@ -1,6 +1,7 @@
 """Attention to a cache in one launch: the kernel ``cuda_src/decode/flash_decode.cu``.
 
-To a cache of 8 bits it is ``flash_decode_narrow.cu``, behind the launch that appends.
+Of more than 16 queries of a head of keys it is ``flash_decode_tile.cu``, and to a cache of 8 bits
+``flash_decode_narrow.cu``, both behind the launch that appends.
 """
 
 import math
@@ -37,7 +38,7 @@ def decode_plan(
 ) -> "DecodePlan | None":
     """The plan of a call that one launch computes, or None.
 
-    It takes up to 8 new tokens of a sequence, or 16 queries of a head of keys, float16 (sm_75) or
+    It takes up to 8 new tokens of a sequence, or 64 queries of a head of keys, float16 (sm_75) or
     bfloat16 (sm_80) with a cache of that dtype or of 8 bits, head dims that are multiples of 8 (16
     with 8 bits) up to 256, and rows at multiples of 16 bytes.
 
@@ -71,12 +72,12 @@ def _takes(shape: CachedShape, views: Mapping[str, View]) -> bool:
 
 
 class DecodePlan(Plan):
-    """Attention with a cache in one launch, and one that appends before it to 8 bits."""
+    """Attention with a cache in one launch; one before it appends where its kernel does not."""
 
     def __init__(
         self,
         library: Any,
-        config: kernels.FlashDecode,
+        config: kernels.FlashDecode | kernels.FlashDecodeTile,
         shape: CachedShape,
         options: CachedOptions,
         views: Mapping[str, View],
@@ -84,9 +85,10 @@ class DecodePlan(Plan):
         q = views["q"]
         super().__init__(q.device)
         self.narrow = views["k_cache"].dtype in NARROW
-        self.appends_first = self.narrow and shape.appends
-        if self.narrow:  # the kernel finds the new keys in the cache, and the scales in k and v
+        self.appends_first = shape.appends and not config.appends
+        if not config.appends:  # the kernel finds the new keys in the cache
             shape = shape._replace(appends=False)
+        if self.narrow:  # and the scales in the place of k and v
             views = {**views, "k": views["k_scale"], "v": views["v_scale"]}
         self.library, self.shape = library, q.shape
         self.strides = library.strides_of_empty(q.shape, q)

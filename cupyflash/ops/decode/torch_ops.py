@@ -1,8 +1,10 @@
-"""The torch operator ``cupyflash::attention_with_cache``, which changes its caches.
+"""The torch operators ``cupyflash::attention_with_cache`` and ``cache_append``.
 
-Calls take it where torch has to see them: under torch.compile and dispatch modes.
+They change their caches. Calls take them where torch has to see them: under torch.compile and
+dispatch modes.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,18 +14,19 @@ from ...runtime.array import compiling
 from ...runtime.lookup import library_of
 from ...runtime.torch_calls import promised_strides, refuse_transforms, require_one_device
 from ...runtime.torch_operator import operator, register_fake
-from . import dispatch
+from . import cache_append, dispatch
 from .cached import ARRAYS, CachedOptions
 
 LIBRARY = library_of(torch.empty(0))
 CHANGED = {"k_cache": "a", "v_cache": "b", "k_scale": "c", "v_scale": "d", "out": "e"}
 NEEDED = ("q", "k_cache", "v_cache", "positions")
+NEEDED_TO_APPEND = ("k", "v", "k_cache", "v_cache")
 
 
-def _declared(name: str) -> str:
-    """The declaration of an array in the schema of the operator."""
-    changed = f"({CHANGED[name]}!)" if name in CHANGED else ""
-    return f"Tensor{changed}{'' if name in NEEDED else '?'} {name}"
+def _declared(names: Iterable[str], needed: Sequence[str]) -> str:
+    """The declaration of arrays in the schema of an operator."""
+    changed = {name: f"({CHANGED[name]}!)" if name in CHANGED else "" for name in names}
+    return ", ".join(f"Tensor{changed[x]}{'' if x in needed else '?'} {x}" for x in names)
 
 
 class Cached:
@@ -50,6 +53,25 @@ class Cached:
         return dispatch.run(function, LIBRARY, arrays, options)
 
 
+class Appended:
+    """`cache_append` for torch."""
+
+    @staticmethod
+    def traced(function: str, arrays: tuple, options: tuple) -> tuple:
+        """The operator, for torch.compile and dispatch modes."""
+        _refuse_gradients(function, arrays)
+        if not compiling():
+            refuse_transforms(function)
+        _cache_append(*arrays)
+        return ()
+
+    @staticmethod
+    def called(function: str, arrays: tuple, options: tuple) -> tuple:
+        """The call itself under autocast: the dtype is that of the cache. No gradients."""
+        _refuse_gradients(function, arrays)
+        return cache_append.run(function, LIBRARY, arrays, options)
+
+
 def _refuse_gradients(function: str, arrays: tuple) -> None:
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in arrays):
         fact = "has no backward and runs as it is"
@@ -58,7 +80,7 @@ def _refuse_gradients(function: str, arrays: tuple) -> None:
 
 
 @operator(
-    f"attention_with_cache({', '.join(map(_declared, ARRAYS))}, str function, float? scale, "
+    f"attention_with_cache({_declared(ARRAYS, NEEDED)}, str function, float? scale, "
     "bool causal, SymInt[]? window, float softcap, int num_splits, bool return_lse, "
     "SymInt? max_seqlen_q, bool counted) -> (Tensor out, Tensor lse)"
 )
@@ -99,3 +121,13 @@ def _decoded(arguments: tuple) -> tuple[tuple[Tensor | None, ...], str, tuple]:
     found = CachedOptions(*options)
     window = None if found.window is None else tuple(found.window)
     return arrays, function, (found._replace(window=window), longest, counted)
+
+
+@operator(f"cache_append({_declared(cache_append.SPECS, NEEDED_TO_APPEND)}) -> ()")
+def _cache_append(*arrays: Tensor | None) -> None:
+    cache_append.run(cache_append.FUNCTION, LIBRARY, arrays, ())
+
+
+@register_fake(_cache_append)
+def _(*arrays: Tensor | None) -> None:
+    require_one_device(cache_append.FUNCTION, *arrays)
