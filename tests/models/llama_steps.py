@@ -37,10 +37,11 @@ class Pages:
 class Sequences:
     """Sequences whose tokens come in any parts; the pages of each are anywhere in the pool."""
 
-    def __init__(self, model, sequences, page_size=8, seed=0):
+    def __init__(self, model, sequences, page_size=8, room=0, seed=0):
+        """There is room for as many tokens more as ``room``."""
         self.model, self.sequences = model, sequences
         self.done = [0] * len(sequences)
-        width = max(-(-len(x) // page_size) for x in sequences)
+        width = max(-(-(len(x) + room) // page_size) for x in sequences)
         count = len(sequences) * width
         self.pool = Pages(model, count + 1, page_size)
         order = numpy.random.default_rng(seed).permutation(count) + 1

@@ -125,10 +125,8 @@ def test_logits_of_16_bits(target, variant, dtype, tmp_path):
     run = Sequences(llama, given)
     found = [to_numpy64(run.step((20, 20), every=False))]
     found += [to_numpy64(run.step((1, 1))) for _ in range(20)]
-    rows = lambda logits: [numpy.stack(logits, 1)[:, 19:].reshape(-1, 100)]
     steps = [numpy.stack(found, 1).reshape(-1, 100)]
     by_row = lambda logits: [numpy.stack(logits)[:, 19:].reshape(-1, 100)]
-    del rows
     check(steps, by_row(exact), by_row(yardstick), dtype, "prefill and steps")
 
 

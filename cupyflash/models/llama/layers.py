@@ -16,6 +16,7 @@ from cupyflash.ops.decode.embedding import embedding
 from cupyflash.ops.linear.head_norm import head_norm
 
 from ...runtime.array import Array
+from ...runtime.lookup import library_of
 from .config import LlamaConfig
 from .weights import LayerWeights, Weights
 
@@ -32,10 +33,11 @@ def hidden_states(
         positions: int32 (rows,), of each row in its sequence.
     """
     x = embedding(tokens, weights.token_embedding)
+    columns = config.heads * config.head_dim
     rotary = cupyflash.Rotary(weights.cos, weights.sin, positions)
     for layer, w in enumerate(weights.layers):
         qkv = project_qkv(config, w, x, rotary)
-        out = attention(layer, *qkv).reshape(x.shape[0], -1)
+        out = attention(layer, *qkv).reshape(x.shape[0], columns)
         x = cupyflash.linear(out, w.proj_weight, w.proj_bias, residual=x)
         x = cupyflash.mlp(
             x, w.up_weight, w.down_weight, w.up_bias, w.down_bias,
@@ -61,9 +63,7 @@ def project_qkv(
 def logits(config: LlamaConfig, weights: Weights, x: Array) -> Array:
     """float32 (rows, vocab_size) of hidden states (rows, width)."""
     found = cupyflash.linear(x, weights.head_weight, norm=norm_of(config, weights.final_norm))
-    if config.dtype == "float32":
-        return found
-    return found.float() if hasattr(found, "float") else found.astype("float32")
+    return library_of(found).cast(found, weights.cos)
 
 
 def norm_of(config: LlamaConfig, weight: Array) -> cupyflash.Norm:
