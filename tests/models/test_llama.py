@@ -3,7 +3,7 @@
 import numpy
 import pytest
 from llama_steps import Sequences
-from matrix import libraries
+from matrix import each_library, libraries
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.4")
@@ -12,6 +12,8 @@ pytest.importorskip("safetensors")
 from small_transformers import small_model  # noqa: E402
 
 from cupyflash.models.llama import Llama  # noqa: E402
+from cupyflash.runtime.launch import dependent_launches  # noqa: E402
+from cupyflash.runtime.scratch import no_garbage_collected  # noqa: E402
 from cupyflash.testing import assert_close_to_float64, to_numpy64  # noqa: E402
 
 LLAMA3 = {
@@ -44,9 +46,10 @@ VARIANTS = {
 LENGTHS = (61, 1, 34)
 
 
-def each_place():
-    """NumPy, CuPy and torch on a GPU; torch on the CPU once, as its path is that of NumPy."""
-    return pytest.mark.parametrize("target", libraries(), indirect=True, ids=lambda x: x.name)
+def each_place(torch_cpu=False):
+    """NumPy, and on a GPU CuPy and torch; torch on the CPU has the path of NumPy."""
+    chosen = [x for x in libraries() if torch_cpu or (x.library, x.device) != ("torch", "cpu")]
+    return pytest.mark.parametrize("target", chosen, indirect=True, ids=lambda x: x.name)
 
 
 def sequences(*lengths, vocabulary=100):
@@ -109,7 +112,7 @@ def in_steps(llama, given):
     return [numpy.concatenate(x) for x in found]
 
 
-@each_place()
+@each_place(torch_cpu=True)
 @pytest.mark.parametrize("variant", ["llama scaled", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_logits_of_16_bits(target, variant, dtype, tmp_path):
@@ -130,7 +133,7 @@ def test_logits_of_16_bits(target, variant, dtype, tmp_path):
     check(steps, by_row(exact), by_row(yardstick), dtype, "prefill and steps")
 
 
-@each_place()
+@each_place(torch_cpu=True)
 def test_sequences_do_not_influence_each_other(target, tmp_path):
     """The logits of one alone are those of the batch, whatever lies in pages of others."""
     folder, _ = saved(tmp_path, "qwen3 windows")
@@ -139,6 +142,60 @@ def test_sequences_do_not_influence_each_other(target, tmp_path):
         exact = to_numpy64(llama([x])[0])
         # The same model twice in float32: products of a batch may order their sums otherwise.
         numpy.testing.assert_allclose(to_numpy64(logits), exact, atol=1e-5 * abs(exact).max())
+
+
+def captured(target, launches):
+    """A function that replays the launches on the same arrays; it returns their result."""
+    if target.library == "torch":
+        graph = torch.cuda.CUDAGraph()
+        launches()  # compiles
+        with no_garbage_collected(), torch.cuda.graph(graph), dependent_launches():
+            result = launches()
+        return lambda: (graph.replay(), result)[1]
+    import cupy
+
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    target.synchronize()
+    with cupy.cuda.using_allocator(pool.malloc), stream, no_garbage_collected():
+        launches()
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            with dependent_launches():
+                result = launches()
+        finally:
+            graph = stream.end_capture()
+
+    def replay(pool=pool):  # which the graph needs as long as it exists
+        target.synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        return result
+
+    return replay
+
+
+@each_library(device="cuda")
+@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_step_in_a_graph(target, variant, dtype, tmp_path):
+    """Replays of a step of decoding give the bits of the launches, for the tokens of then."""
+    if dtype not in target.dtypes:
+        pytest.skip(f"{target.name} has no {dtype}")
+    folder, _ = saved(tmp_path, variant, dtype)
+    llama, given = load(folder, target, dtype), sequences(50, 50, 50)
+    eager, graph = (Sequences(llama, given) for _ in range(2))
+    for run in (eager, graph):
+        run.step((30, 5, 17))
+    step = graph.arrays((1, 1, 1))
+    replay = captured(target, lambda: llama.logits(step, graph.pool))
+    for _ in range(20):
+        now = graph.arrays((1, 1, 1))
+        for name in ("tokens", "row_positions", "positions"):
+            getattr(step, name)[...] = getattr(now, name)
+        found, right = to_numpy64(replay()), to_numpy64(eager.step((1, 1, 1)))
+        assert numpy.isfinite(right).all() and (found == right).all()
+        graph.advance((1, 1, 1))
 
 
 @each_place()
