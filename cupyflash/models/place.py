@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 
-from cupyflash import machine
+from cupyflash import machine, packages
 
 from ..runtime.array import Array
 
@@ -30,8 +30,8 @@ class Place:
 
             self.module, self.device = cupy, "cuda"
         else:
-            import torch
-
+            with packages.importing("cupyflash", "torch>=2.7"):
+                import torch
             self.module = torch
 
     @property
@@ -82,7 +82,7 @@ def choose_place(
     Raises:
         ValueError: one of them is none of these, or they exclude each other.
         RuntimeError: no GPU.
-        ImportError: bfloat16 of NumPy or CuPy without ml_dtypes.
+        ImportError: no torch; bfloat16 of NumPy or CuPy without ml_dtypes.
     """
     for name, given, allowed in (
         ("library", library, LIBRARIES),
@@ -96,7 +96,7 @@ def choose_place(
         fact = "NumPy arrays are on the CPU, and CuPy arrays on a GPU"
         raise ValueError(f"{function}: {fact}, got library={library!r} and device={device!r}")
     wanted = "gpu" if library == "cupy" else "cpu" if library == "numpy" else device
-    problem = machine.gpu_problem() if wanted != "cpu" else ""
+    problem = _gpu_problem(function, library) if wanted != "cpu" else ""
     if wanted == "gpu" and problem:
         raise RuntimeError(f"{function}: a GPU cannot be used: {problem}")
     on_gpu = wanted != "cpu" and not problem
@@ -104,6 +104,17 @@ def choose_place(
     dtype = dtype if on_gpu else dtype or "float32"
     place.dtype(dtype or "float32")  # raises the error of a missing ml_dtypes
     return place, dtype
+
+
+def _gpu_problem(function: str, library: str | None) -> str:
+    """Why a library cannot use a GPU, or ""."""
+    problem = machine.gpu_problem()
+    if library == "torch" and not problem:
+        with packages.importing(function, "torch>=2.7"):
+            import torch
+        if not torch.cuda.is_available():
+            return "torch sees none, or was built for the CPU"
+    return problem
 
 
 def numpy_dtype(name: str, function: str = "cupyflash") -> Any:

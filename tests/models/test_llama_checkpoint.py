@@ -388,3 +388,21 @@ def test_a_period_of_random_weights():
         assert pieces[-1][1] == size
         for start, end, place in pieces:
             assert place == (first + start) % PERIOD and place + end - start <= PERIOD
+
+
+@pytest.mark.parametrize("library", [None, "cupy", "torch"])
+def test_no_gpu(library, tmp_path, monkeypatch):
+    """Who asks for one is told why there is none; others get the CPU, unless CuPy is asked for."""
+    from cupyflash import machine
+
+    monkeypatch.setattr(machine, "gpu_problem", lambda: "it is broken")
+    folder = write(tmp_path, tensors())
+    with pytest.raises(RuntimeError, match="^Llama: a GPU cannot be used: it is broken"):
+        load(folder, library=library, device="gpu")
+    if library == "cupy":
+        with pytest.raises(RuntimeError, match="^Llama: a GPU cannot be used: it is broken"):
+            load(folder, library=library, device=None)
+        return
+    if library == "torch":
+        pytest.importorskip("torch")
+    assert load(folder, library=library, device=None).library.device == "cpu"

@@ -40,24 +40,20 @@ QUESTIONS = (
 
 @functools.cache
 def theirs():
-    """Their model in float32, the prompts, and the greedy tokens that it gives each alone."""
+    """Their model in float32, its tokenizer, and the prompts."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         FOLDER, dtype=torch.float32, attn_implementation="eager"
     )
+    options = {"add_generation_prompt": True, "return_dict": False}
     chats = [[{"role": "user", "content": x}] for x in QUESTIONS]
-    prompts = [
-        tokenizer.apply_chat_template(x, add_generation_prompt=True, return_dict=False)
-        for x in chats
-    ]
-    ends = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW}
-        out = model.generate(ids, do_sample=False, eos_token_id=None, **options)
-        ends.append(out[0, len(prompt) :].tolist())
-    assert "Paris" in tokenizer.decode(ends[0])
-    return model, prompts, ends
+    return model, tokenizer, [tokenizer.apply_chat_template(x, **options) for x in chats]
+
+
+@torch.no_grad()
+def logits(model, sequences):
+    """Their logits of every token, float64."""
+    return [model(torch.tensor([x])).logits[0].double().numpy() for x in sequences]
 
 
 def load(target, dtype):
@@ -80,27 +76,30 @@ def greedy(llama, prompts):
 @needs_folder
 @pytest.mark.parametrize("target", libraries(), indirect=True, ids=lambda x: x.name)
 def test_greedy_tokens(target):
-    """In float32 they are those of transformers."""
-    _, prompts, expected = theirs()
-    assert greedy(load(target, "float32"), prompts) == expected
+    """In float32 they are those of transformers: each is the first in its logits of the text.
+
+    Since the first token is theirs, and each one behind tokens that are theirs, their greedy text
+    is this one.
+    """
+    model, tokenizer, prompts = theirs()
+    found = greedy(load(target, "float32"), prompts)
+    assert "Paris" in tokenizer.decode(found[0])
+    texts = [prompt + tokens for prompt, tokens in zip(prompts, found)]
+    for prompt, tokens, values in zip(prompts, found, logits(model, texts)):
+        assert len(tokens) == NEW
+        assert tokens == values.argmax(1)[len(prompt) - 1 : -1].tolist()
 
 
 @needs_folder
 @pytest.mark.parametrize("target", libraries(device="cuda"), indirect=True, ids=lambda x: x.name)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_logits_of_16_bits(target, dtype):
-    """Of the prompts and what follows them; the yardstick is their model in this dtype."""
+    """Of the prompts; the yardstick is their model in this dtype."""
     if dtype not in target.dtypes:
         pytest.skip(f"{target.name} has no {dtype}")
-    model, prompts, ends = theirs()
-    given = [prompt + end for prompt, end in zip(prompts, ends)]
-
-    @torch.no_grad()
-    def logits(dtype):
-        run = model.to(dtype)
-        return numpy.concatenate([run(torch.tensor([x])).logits[0].double().numpy() for x in given])
-
-    yardstick, exact = logits(getattr(torch, dtype)), logits(torch.float64)
+    model, _, prompts = theirs()
+    run = lambda kind: numpy.concatenate(logits(model.to(kind), prompts))
+    yardstick, exact = run(getattr(torch, dtype)), run(torch.float64)
     model.float()
-    found = numpy.concatenate([to_numpy64(x) for x in load(target, dtype)(given)])
+    found = numpy.concatenate([to_numpy64(x) for x in load(target, dtype)(prompts)])
     assert_close_to_float64(found, exact, yardstick, dtype, "logits", terms=abs(exact).max())
