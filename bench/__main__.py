@@ -27,6 +27,7 @@ SCRIPTS = {  # name: module of bench
     "decode": "decode.decode",
     "transformer": "decode.transformer",
     "gpt2": "gpt2.gpt2",
+    "gguf_folder": "engine.gguf_folder",
     "unet": "diffusion.unet",
     "architectures": "transformers.architectures",
     "train_step": "transformers.train_step",

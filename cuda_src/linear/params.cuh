@@ -78,3 +78,24 @@ struct GateParams {
   void* dup;
   int64_t size;
 };
+
+// q and k are normalised and rotated in place, head by head; strides are in elements.
+struct HeadNormParams {
+  void* q;               // [rows, heads_q, head_dim], the last dimension contiguous
+  void* k;               // [rows, heads_k, head_dim]
+  const void* q_weight;  // [head_dim]
+  const void* k_weight;  // [head_dim]
+  const float* cos;      // [num_positions, head_dim / 2]
+  const float* sin;      // like cos
+  const int* positions;  // [rows]; one outside of the table is taken as the nearest one inside
+  int64_t q_row;
+  int64_t q_head;
+  int64_t k_row;
+  int64_t k_head;
+  int64_t rows;
+  int64_t num_positions;
+  int heads_q;
+  int heads_k;
+  int head_dim;
+  float eps;
+};

@@ -1,5 +1,5 @@
-"""Calls whose kernels run on the CPU (test_emulator.py): of attention, checked against float64, and
-of the sampling of tokens.
+"""Calls whose kernels run on the CPU (test_emulator.py): of attention, checked against float64, of
+the sampling of tokens, and of the norm of heads.
 
 ``python tests/support/emulated_calls.py FOLDER``; kernels are compiled into the folder. To run
 other tests in this way: ``EMULATED_KERNELS=FOLDER pytest tests/attention/test_triangle.py``.
@@ -18,6 +18,7 @@ from targets import large_tiles
 import cupyflash
 from cupyflash import environment
 from cupyflash.ops.decode.sampling import Sampling, sample
+from cupyflash.ops.linear.head_norm import head_norm
 from cupyflash.testing import expected, make_inputs
 
 LENGTHS = {"batch": 1, "seqlen_q": 150, "seqlen_k": 330}
@@ -108,10 +109,30 @@ def check_signed_zeros(folder):
         assert launched == ["sample"] and right.max() == 1 and torch.equal(found, right)
 
 
+def check_head_norm(folder):
+    """Heads of an odd number of rows, whose last block has warps without a head."""
+    make = torch.Generator().manual_seed(0)
+    qkv, angles = torch.randn(5, 5, 72, generator=make).half(), torch.rand(9, 36, generator=make)
+    weights = torch.randn(2, 72, generator=make).half()
+    places = torch.tensor([8, 0, 3, 5, 1], dtype=torch.int32)
+    rotary = cupyflash.Rotary(angles.cos(), angles.sin(), places)
+    right, found = qkv.clone(), qkv.clone()
+    run = lambda x: head_norm(x[:, :3], x[:, 3:4], *weights, rotary=rotary, eps=1e-6)
+    run(right)
+    with emulator.hopper(folder) as launched:
+        run(found)
+    print(f"norm and rotary embedding of heads: {', '.join(launched)}")
+    assert launched == ["head_norm"] and not torch.equal(right, qkv)
+    # Sums in another order: of few numbers the rounding differs, by one last place.
+    assert torch.equal(found[:, 4], qkv[:, 4]) and (found - right).abs().max() <= 2.0**-8
+    assert (found != right).float().mean() < 0.01
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_cases(Path(sys.argv[1]))
     check_float32(Path(sys.argv[1]))
     check_signed_zeros(Path(sys.argv[1]))
+    check_head_norm(Path(sys.argv[1]))
     check_missing_fence(Path(sys.argv[1]))
     check_broken_kernels(Path(sys.argv[1]))  # last, as the counter of tiles is left as it was

@@ -31,6 +31,7 @@ MODELS = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", SMALL),
     "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**GROUPED, "sliding_window": 7}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",

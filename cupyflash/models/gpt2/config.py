@@ -1,11 +1,12 @@
 """The shape of a GPT-2, from the config.json of Hugging Face or by the name of a size."""
 
 import dataclasses
-import json
-import re
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import checkpoint_folder, read_json
+
+FUNCTION = "Gpt2"  # who speaks in errors
 MAX_HEAD_DIM = 256
 # Options that change the result, with the only value that is implemented.
 FIXED = {
@@ -13,30 +14,7 @@ FIXED = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
-
-
-def checkpoint_folder(folder: str | Path) -> Path:
-    """The path of a checkpoint folder.
-
-    Raises:
-        FileNotFoundError: there is no such folder; where it can be a name of the Hugging Face hub,
-            the text has the command that downloads it.
-    """
-    path = Path(folder)
-    if path.is_dir():
-        return path
-    fact = "a checkpoint must be a folder on this machine, as nothing is downloaded"
-    got = f"the file {path}" if path.exists() else f"{str(folder)!r}, which does not exist"
-    text = f"Gpt2: {fact}, got {got}"
-    if not path.exists() and HUB_NAME.fullmatch(str(folder)):
-        files = "config.json model.safetensors tokenizer.json"
-        text += (
-            f"; if that is a name of the Hugging Face hub, `hf download {folder} {files} "
-            f"--local-dir {path.name}` (of the package huggingface_hub) makes a folder of it"
-        )
-    raise FileNotFoundError(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +68,8 @@ class Gpt2Config:
             ValueError: it is no JSON, or not of a GPT-2.
             NotImplementedError: an option of transformers that this model does not have.
         """
-        path = checkpoint_folder(folder) / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"Gpt2: a checkpoint folder must have {path}, found none")
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"Gpt2: {path} must be JSON, got {error}") from None
+        path = checkpoint_folder(FUNCTION, folder) / "config.json"
+        fields = read_json(FUNCTION, path)
         if not isinstance(fields, dict) or fields.get("model_type") != "gpt2":
             found = fields.get("model_type") if isinstance(fields, dict) else fields
             raise ValueError(f"Gpt2: model_type in {path} must be 'gpt2', got {found!r}")

@@ -12,11 +12,12 @@ from cupyflash import machine
 from ...ops.block.block import BlockStack
 from ...ops.decode.sampling import GREEDY, Sampling
 from ...runtime.array import Array
+from ..place import numpy_dtype
 from . import generate
-from .config import SIZES, Gpt2Config
+from .config import FUNCTION, SIZES, Gpt2Config
 from .decoder import Decoder, Room, free_memory, way_to_decode
 from .layers import MODES
-from .weights import Weights, load_weights, numpy_dtype, random_weights
+from .weights import Weights, load_weights, random_weights
 
 
 class Gpt2:
@@ -236,5 +237,5 @@ def _place(device: str | None, dtype: str | None) -> tuple[Any, str]:
         raise RuntimeError(f"Gpt2: device 'gpu' cannot be used: {problem}")
     device = "cpu" if device == "cpu" or problem else "gpu"
     dtype = dtype or ("float16" if device == "gpu" else "float32")
-    numpy_dtype(dtype)  # the error of a missing ml_dtypes
+    numpy_dtype(dtype, FUNCTION)  # the error of a missing ml_dtypes
     return array_module(device), dtype

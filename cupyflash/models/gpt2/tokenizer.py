@@ -7,7 +7,8 @@ from typing import Any
 
 from cupyflash import packages
 
-from .config import checkpoint_folder
+from ..checkpoint import checkpoint_folder
+from .config import FUNCTION
 
 END_OF_TEXT = "<|endoftext|>"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -57,7 +58,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         line = packages.pip_line("gpt2")
         raise ImportError(f"Gpt2: a tokenizer needs the tokenizers library; {line}") from None
     whole, vocabulary, merges = (
-        checkpoint_folder(folder) / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+        checkpoint_folder(FUNCTION, folder) / name
+        for name in ("tokenizer.json", "vocab.json", "merges.txt")
     )
     try:
         if whole.is_file():

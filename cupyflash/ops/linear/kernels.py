@@ -15,6 +15,7 @@ from ...runtime.structs import header
 
 structs = header("linear/params.cuh")
 small_m_rows = header("linear/small_m_rows.cuh")
+head_norm = header("linear/head_norm.cu")
 linear_mma = header("linear/linear_mma.cu")
 linear_simt = header("linear/linear_simt.cu")
 
@@ -113,6 +114,22 @@ class RotaryEmbedding(KernelConfig):
     def grid(self, rows: int, rotary: structs.Rotary) -> int:
         pairs = rows * (rotary.columns // rotary.head_dim) * (rotary.rotary_dim // 2)
         return -(-pairs // self.threads)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNorm(KernelConfig):
+    """Normalises and rotates the heads of q and k in place; a warp has a head of a row."""
+
+    source: ClassVar[str] = "linear/head_norm.cu"
+    threads: ClassVar[int] = head_norm.THREADS
+    dependent: ClassVar[bool] = True
+    max_head_dim: ClassVar[int] = head_norm.MAX_HEAD_DIM
+
+    dtype: str
+
+    def grid(self, rows: int, heads: int) -> int:
+        """Number of blocks for this many heads of each row."""
+        return -(-rows * heads // (self.threads // 32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,5 +260,6 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         if not rotary:
             yield LinearSimt(dtype, activation, gated)
     yield from map(RotaryEmbedding, ITEM_SIZE)
+    yield from map(HeadNorm, ITEM_SIZE)
     for kind in itertools.product(SWITCHES, ITEM_SIZE, ACTIVATIONS, SWITCHES):
         yield gate(*kind)

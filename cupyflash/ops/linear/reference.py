@@ -88,7 +88,7 @@ def project(arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> A
 
 
 def _product(x: Array, weight: Array, bias: Array | None) -> Array:
-    out = x @ weight.astype(x.dtype).T
+    out = x @ weight.astype(x.dtype, copy=False).T
     return out if bias is None else out + bias.astype(x.dtype)
 
 
@@ -125,3 +125,17 @@ def rotate(
     result[..., places[0]] = rounded(rounded(first * cos) - rounded(second * sin))
     result[..., places[1]] = rounded(rounded(second * cos) + rounded(first * sin))
     return result
+
+
+def head_norm(
+    x: Array,
+    weight: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array,
+    eps: float,
+    rounded: Round = lambda y: y,
+) -> Array:
+    """The heads of x (rows, heads, head_dim) after their RMSNorm and rotary embedding."""
+    normal = norm(True, x.astype(compute_dtype(x)), weight, None, eps)[0]
+    return rotate(rounded(normal), cos, sin, positions, False, rounded).astype(x.dtype)

@@ -344,6 +344,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }  // -ffp-contract=off
 inline float __fdiv_rn(float a, float b) { return a / b; }  // -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float rsqrtf(float x) { return 1.f / __builtin_sqrtf(x); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned __int128>(a) * b >> 64;
 }

@@ -1,0 +1,111 @@
+"""The layers of a Llama, on packed rows: from tokens to hidden states, and to logits.
+
+A layer is a norm with the projection to q, k and v and the rotary embedding, attention, a
+projection with the residual, and a norm with the gated MLP; where heads are normalised, that and
+the rotary embedding are a launch of their own.
+
+A function that computes attention is called with a layer and its q, k, v of the rows, (rows, heads,
+head_dim) each, and returns the attention of q, like it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cupyflash
+from cupyflash.ops.decode.embedding import embedding
+from cupyflash.ops.linear.head_norm import head_norm
+
+from ...runtime.array import Array
+from ...runtime.lookup import library_of
+from .config import LlamaConfig
+from .weights import LayerWeights, Weights
+
+Attention = Callable[[int, Array, Array, Array], Array]
+
+
+def hidden_states(
+    config: LlamaConfig, weights: Weights, tokens: Array, positions: Array, attention: Attention
+) -> Array:
+    """The result of the last layer, (rows, width), before the final norm.
+
+    Args:
+        tokens: int32 (rows,).
+        positions: int32 (rows,), of each row in its sequence.
+    """
+    x = embedding(tokens, weights.token_embedding)
+    columns = config.heads * config.head_dim
+    rotary = cupyflash.Rotary(weights.cos, weights.sin, positions)
+    for layer, w in enumerate(weights.layers):
+        qkv = project_qkv(config, w, x, rotary)
+        out = attention(layer, *qkv).reshape(x.shape[0], columns)
+        x = cupyflash.linear(out, w.proj_weight, w.proj_bias, residual=x)
+        x = cupyflash.mlp(
+            x, w.up_weight, w.down_weight, w.up_bias, w.down_bias,
+            gate_weight=w.gate_weight, gate_bias=w.gate_bias, activation="silu",
+            residual=x, norm=norm_of(config, w.mlp_norm),
+        )  # fmt: skip
+    return x
+
+
+def project_qkv(
+    config: LlamaConfig, w: LayerWeights, x: Array, rotary: cupyflash.Rotary
+) -> tuple[Array, Array, Array]:
+    """q (rows, heads, head_dim), k and v of x (rows, width); q and k rotated."""
+    q, k, v = cupyflash.qkv_projection(
+        x, w.qkv_weight, w.qkv_bias, heads_q=config.heads, heads_kv=config.heads_kv,
+        norm=norm_of(config, w.input_norm), rotary=None if config.head_norms else rotary,
+    )  # fmt: skip
+    if config.head_norms:
+        head_norm(q, k, w.q_norm, w.k_norm, rotary=rotary, eps=config.eps)
+    return q, k, v
+
+
+def logits(config: LlamaConfig, weights: Weights, x: Array) -> Array:
+    """float32 (rows, vocab_size) of hidden states (rows, width)."""
+    found = cupyflash.linear(x, weights.head_weight, norm=norm_of(config, weights.final_norm))
+    return library_of(found).cast(found, weights.cos)
+
+
+def norm_of(config: LlamaConfig, weight: Array) -> cupyflash.Norm:
+    """An RMSNorm before a projection."""
+    return cupyflash.Norm(weight, None, config.eps, rms=True)
+
+
+def cached_attention(config: LlamaConfig, batch: Any, pool: Any) -> Attention:
+    """Attention of the rows of a step, whose keys and values enter the pages of a pool.
+
+    Args:
+        batch: a `Batch` of the engine.
+        pool: a `PagePool`.
+    """
+    packed = batch.cu_seqlens is not None
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        new = (q, k, v) if packed else tuple(x[:, None] for x in (q, k, v))
+        return cupyflash.attention_with_cache(
+            *new, *pool.layer(layer), batch.positions,
+            page_table=batch.page_table,
+            cu_seqlens_q=batch.cu_seqlens,
+            max_seqlen_q=batch.max_new if packed else None,
+            window=config.window(layer),
+            num_splits=batch.num_splits,
+        )  # fmt: skip
+
+    return attend
+
+
+def whole_attention(config: LlamaConfig, cu_seqlens: Array, longest: int) -> Attention:
+    """Attention of whole sequences, packed one behind another, without a cache.
+
+    Args:
+        cu_seqlens: int32 (batch + 1,), the first row of each sequence and the end of the last.
+        longest: the most rows of a sequence.
+    """
+
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        return cupyflash.flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest,
+            causal=True, window_size=config.window(layer) or (-1, -1),
+        )  # fmt: skip
+
+    return attend

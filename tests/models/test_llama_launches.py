@@ -1,0 +1,73 @@
+"""What a step of a Llama launches on a Hopper GPU (no GPU needed).
+
+A process of its own makes the plans, by `bench.lib.dry_run`.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from places import PYTHONPATH
+
+pytest.importorskip("torch")
+pytest.importorskip("cupy")
+
+SMALL_M = {"linear_small_m", "linear_small_m_sm90"}
+# Kernels of a layer in a step of decoding: norm, projection and rotary embedding; attention, which
+# puts keys and values into the cache; projection and residual; norm, gate and up; down.
+LAYER = (SMALL_M, {"flash_decode"}, SMALL_M, SMALL_M, SMALL_M)
+LAYERS = {
+    "llama-3.2-1b": LAYER,
+    "qwen2.5-0.5b": LAYER,
+    "qwen3-0.6b": (LAYER[0], {"head_norm"}, *LAYER[1:]),
+}
+
+
+def launched(size, batch):
+    """The names of the kernels of a step of one token for each sequence, of two layers."""
+    from llama_steps import Sequences
+
+    from bench.lib.dry_run import hopper
+    from cupyflash import jit
+    from cupyflash.models.llama import SIZES, Llama
+
+    shape = {"layers": 2, "inner": 1024, "vocab_size": 256, "max_positions": 64}
+    config = dataclasses.replace(SIZES[size], **shape)
+    llama = Llama.random(config, library="torch", device="cpu", dtype="bfloat16")
+    run, names = Sequences(llama, [[1] * 20] * batch), []
+    load = lambda config, device: lambda *arguments: names.append(config.name)
+    with hopper(), mock.patch.object(jit, "load", load):
+        run.step([1] * batch)
+    return names
+
+
+@pytest.fixture(scope="module")
+def found():
+    command = [sys.executable, __file__]
+    path = os.pathsep.join((PYTHONPATH, str(Path(__file__).parent)))
+    environment = {x: y for x, y in os.environ.items() if x != "CUPYFLASH_BACKEND"}
+    environment |= {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("batch", ["1", "8"])
+@pytest.mark.parametrize("size", LAYERS)
+def test_a_step_of_decoding(found, size, batch):
+    """Five launches a layer, six where heads are normalised; one before and one behind them."""
+    first, *layers, head = found[size][batch]
+    assert first == "embedding" and head in SMALL_M
+    expected = 2 * LAYERS[size]
+    assert len(layers) == len(expected)
+    assert all(name in allowed for name, allowed in zip(layers, expected)), layers
+
+
+if __name__ == "__main__":
+    names = {size: {batch: launched(size, batch) for batch in (1, 8)} for size in LAYERS}
+    print(json.dumps(names))
