@@ -104,7 +104,7 @@ class Bench:
         given, calls = tokens_of(self.model, batch, length), {}
         prompts, on_device = given.tolist(), torch.from_numpy(given).to(data.DEVICE)
         for mode, model in self.ours.items():
-            decoder = Decoder(model, batch, length, "eager")
+            decoder = Decoder(model, batch, length)
             calls[f"cupyflash-{mode}"] = functools.partial(decoder.run, decoder.prepare(prompts))
         for name, peer in self.peers.items():
             calls[name] = functools.partial(peer.prefill, on_device)
