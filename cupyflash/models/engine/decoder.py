@@ -61,7 +61,7 @@ class Decoder:
         self.device = device_of(model.like)
         self.captures = self.device.captures if graphs is None else graphs
         if self.captures and not self.device.captures:
-            raise ValueError("engine: graphs need a GPU, got a model on the CPU")
+            raise ValueError("Engine: graphs need a GPU, got a model on the CPU")
         size, integers = padded(max_batch), self.device.integers
         self.state = DecodeState(integers(size), integers(size), integers(size))
         self.table, self.source, self.out = (

@@ -1,5 +1,6 @@
 """The engine: requests that come and go, and steps of a model for all of them at once."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class Engine:
         graphs: bool | None = None,
         num_splits: int = 0,
     ) -> None:
-        whole = lambda name, x, least, most: integer_within("Engine", name, x, least, most)  # noqa: E731
+        whole = functools.partial(integer_within, "Engine")
         most = model.config.max_positions
         page_size = whole("page_size", page_size, 1, 2**16)
         max_batch = whole("max_batch", max_batch, 1, 2**16)
