@@ -16,7 +16,7 @@ from bench.lib import data
 from bench.lib.harness import Run, assert_right
 from bench.lib.report import Row
 from bench.lib.timing import medians
-from cupyflash.commands.gpt2 import DTYPES
+from cupyflash.commands.generate import DTYPES
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.decoder import Decoder
 

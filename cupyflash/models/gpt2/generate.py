@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ...ops.decode.sampling import Sampling
 from ...runtime.checks import integer_within, short
 from ..engine import Engine
-from ..engine.generate import PAGE_SIZE
+from ..engine.generate import MAX_BATCH, PAGE_SIZE
 from ..engine.request import check_ends, check_prompts, check_sampling, not_finite
 from .config import Gpt2Config
 from .decoder import Decoder
@@ -79,7 +79,8 @@ def stop_of(function: str, strings: str | Sequence[str], tokenizer: Any) -> Stop
 def stream(model: Any, wanted: Wanted, how: str) -> Iterator[list[int | None]]:
     """Tokens of what has been checked; the device works on the next ones while these are read."""
     steps = wanted.new_tokens(model.config)
-    batch, length = len(steps), max(len(x) + n for x, n in zip(wanted.prompts, steps))
+    length = max(len(x) + n for x, n in zip(wanted.prompts, steps))
+    batch = len(steps) if how == "persistent" else min(len(steps), MAX_BATCH)
     length = min(model.config.context, -(-length // LENGTH_STEP) * LENGTH_STEP)
     run = model.idle_run(batch, length, how)
     with model.room(batch, length, held=run.pool.nbytes if run else 0):
