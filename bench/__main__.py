@@ -26,6 +26,7 @@ SCRIPTS = {  # name: module of bench
     "decode": "decode.decode",
     "transformer": "decode.transformer",
     "gpt2": "gpt2.gpt2",
+    "engine": "engine.engine",
     "unet": "diffusion.unet",
     "architectures": "transformers.architectures",
     "train_step": "transformers.train_step",
