@@ -8,6 +8,7 @@ import pytest
 from arrays import integers, normal, stored
 from gpt2_models import each_device, prompts, tiny
 from matrix import each_library
+from targets import TARGETS
 from wrong_calls import INTEGER, check_refused
 
 import cupyflash
@@ -89,19 +90,25 @@ def alone(model, wanted, **options):
 
 def expected(target, model, prompt, tokens, sampling, number):
     """What follows each token from the prompt's last on, by one call over the whole text."""
-    text, config = prompt + tokens, model.config
+    text = prompt + tokens
+    logits = text_logits(target, model, text)[len(prompt) - 1 :]
+    out, *state = (integers(target, numpy.arange(len(prompt) - 1, len(text))) for _ in range(4))
+    choices = choice_words([sampling] * len(logits), [number] * len(logits))
+    choices = integers(target, choices)
+    sample(logits, out=out, state=DecodeState(*state), choices=choices)
+    return to_numpy64(out).astype(int).tolist()
+
+
+def text_logits(target, model, text):
+    """Logits behind each token of a text, by one call."""
+    config = model.config
     size = config.layers, 2, len(text), config.heads_kv, config.head_dim
     rows, first = integers(target, numpy.arange(len(text))), integers(target, [0])
     batch = Batch(
         integers(target, text), rows, first, integers(target, [[1]]),
         integers(target, [0, len(text)]), len(text), num_splits=1,
     )  # fmt: skip
-    logits = model.logits(batch, PagePool(*size, model.like))[len(prompt) - 1 :]
-    out, *state = (integers(target, numpy.arange(len(prompt) - 1, len(text))) for _ in range(4))
-    choices = choice_words([sampling] * len(logits), [number] * len(logits))
-    choices = integers(target, choices)
-    sample(logits, out=out, state=DecodeState(*state), choices=choices)
-    return to_numpy64(out).astype(int).tolist()
+    return model.logits(batch, PagePool(*size, model.like))
 
 
 @pytest.fixture
@@ -129,6 +136,31 @@ def test_200_requests_get_what_they_get_alone(target):
 
 
 @each_library()
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(target, dtype):
+    """Greedy tokens whose logits are the largest, but for twice the error of such logits."""
+    if dtype not in target.dtypes:
+        pytest.skip("no such dtype here")
+    model, cpu = Small(target, dtype), next(x for x in TARGETS if x.library == "numpy")
+    exact, plain = Small(cpu), Small(cpu, dtype)
+    for name in ("tokens", "places"):
+        setattr(exact, name, to_numpy64(getattr(plain, name)).astype("float32"))
+    exact.layers = [[to_numpy64(x).astype("float32") for x in pair] for pair in plain.layers]
+    engine, requests = Engine(model, max_batch=12, page_size=16, num_splits=1), []
+    for prompt, count, *_ in random_requests(target, 12, 6):
+        requests.append(engine.submit(prompt, count, stop_tokens=-1))
+    while engine.busy:
+        engine.step()
+    for request in requests:
+        text = request.prompt + request.tokens[:-1]
+        right, baseline = (to_numpy64(text_logits(cpu, x, text)) for x in (exact, plain))
+        error = 2 * abs(right - baseline).max() + 2.0**-8 * abs(right).max()
+        rows = right[len(request.prompt) - 1 :]
+        chosen = rows[range(len(rows)), request.tokens]
+        assert (rows.max(1) - chosen <= 2 * error).all() and len(rows) == request.max_new_tokens
+
+
+@each_library()
 def test_requests_that_are_preempted(target, monkeypatch):
     """A pool for three requests at most: what they had is computed again."""
     count = 60 if target.gpu or target.library == "numpy" else 12
@@ -144,8 +176,6 @@ def test_requests_that_are_preempted(target, monkeypatch):
 
 def test_rows_of_padding_change_nothing(padded_steps):
     """The arrays of a graph on the CPU, where wrong places are errors."""
-    from targets import TARGETS
-
     target = next(x for x in TARGETS if x.library == "numpy")
     model, wanted = Small(target), list(random_requests(target, 60, 3))
     engine = Engine(model, max_batch=13, page_size=4, pages=1 + 60, num_splits=1)
@@ -256,8 +286,6 @@ def test_steps_do_not_wait(target):
 
 
 def test_wrong_calls():
-    from targets import TARGETS
-
     model = Small(next(x for x in TARGETS if x.library == "numpy"))
     engine = Engine(model)
     check_refused(

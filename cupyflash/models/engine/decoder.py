@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 
+from ... import environment
 from ...ops.decode.sampling import DecodeState, choice_words, sample
 from ...runtime.array import Array
 from ...runtime.structs import header
@@ -41,7 +42,7 @@ class Decoder:
         model: has ``like`` and ``logits(batch, pool)``.
         max_pages: the pages of the longest sequence.
         graphs: whether steps of decoding are CUDA graphs; their batches are padded. None: where
-            there is a GPU.
+            there is a GPU, but not under CUPYFLASH_DEBUG=1, which reads arrays on the host.
         num_splits: as `attention_with_cache` takes it.
 
     Raises:
@@ -59,7 +60,8 @@ class Decoder:
     ) -> None:
         self.model, self.pool, self.num_splits = model, pool, num_splits
         self.device = device_of(model.like)
-        self.captures = self.device.captures if graphs is None else graphs
+        debug = environment.current().debug
+        self.captures = self.device.captures and not debug if graphs is None else graphs
         if self.captures and not self.device.captures:
             raise ValueError("Engine: graphs need a GPU, got a model on the CPU")
         size, integers = padded(max_batch), self.device.integers

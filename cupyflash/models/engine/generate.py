@@ -32,7 +32,8 @@ class Engine:
         page_size: tokens of a page.
         max_batch: the most requests that decode at once.
         max_length: the most tokens of a request; None: what the model and the pool have room for.
-        graphs: whether steps of decoding are CUDA graphs; None: where there is a GPU.
+        graphs: whether steps of decoding are CUDA graphs; None: where there is a GPU, but not under
+            CUPYFLASH_DEBUG=1, which reads arrays on the host.
         num_splits: 1 to 128 fixes how attention divides the keys; 0 leaves it to each step.
 
     Raises:
