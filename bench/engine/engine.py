@@ -11,9 +11,11 @@ time that the weights and the cache take at the rate of a copy, as a part of the
 """
 
 import argparse
+import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,26 +117,39 @@ def measured(run: harness.Run, cell: Cell, impl: str, clock: Any) -> list[Row]:
     return [row]
 
 
-def models_of(
-    run: harness.Run, options: argparse.Namespace
-) -> Iterator[tuple[str, str, Any, Callable]]:
-    """(model's name, implementation, model, its clocks), one model in memory at a time."""
-    for name in options.models:
+def model_of(name: str, impl: str, dtype: str) -> Any:
+    """A model with random weights; ours after its check.
+
+    Raises:
+        AssertionError: ours is wrong.
+    """
+    peers.free_memory()
+    if impl != "cupyflash":
+        return peers.random_peer(peers.config_of(name), dtype)
+    ours.check(name, dtype)
+    peers.free_memory()
+    return ours.random_for_engine(name, dtype)
+
+
+def measure(run: harness.Run, name: str, impl: str, deadline: float) -> None:
+    """The rows of one implementation of a model, of which one is in memory at a time."""
+    options = run.options
+    try:
+        model = model_of(name, impl, options.dtype)
+    except Exception as error:  # transformers and the GPU raise many kinds
+        run.notes.left_out(impl, error, name)
+        return
+    clock_of = our_clock if impl == "cupyflash" else functools.partial(peer_clock, impl)
+    for cell in (cell for cell in cells_of(options) if cell.model == name):
+        if time.monotonic() > deadline:
+            run.notes.say(f"{impl} left out from {cell} on: --seconds are over")
+            return
         try:
-            ours.check(name, options.dtype)
-        except Exception as error:  # whatever a library raises where it cannot do this
-            run.notes.left_out("cupyflash", error, f"{name}: the check")
-        else:
-            if "cupyflash" in options.impls:
-                model = ours.random_for_engine(name, options.dtype)
-                yield name, "cupyflash", model, our_clock
-                del model
-        for impl in options.impls:
-            if impl != "cupyflash":
-                peers.free_memory()
-                model = peers.random_peer(peers.config_of(name), options.dtype)
-                yield name, impl, model, lambda *x, impl=impl: peer_clock(impl, *x)
-                del model
+            run.rows += measured(run, cell, impl, clock_of(model, cell, options))
+        except Exception as error:
+            run.notes.left_out(impl, error, str(cell))
+        if run.rows:
+            run.write()
         peers.free_memory()
 
 
@@ -197,19 +212,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     run = harness.Run("engine", PROTOCOL, arguments, options)
-    run.options, begin = options, time.monotonic()
-    cells = cells_of(options)
-    for name, impl, model, clock_of in models_of(run, options):
-        for cell in (x for x in cells if x.model == name):
-            if time.monotonic() - begin > options.seconds:
-                run.notes.say(f"{impl} of {cell} left out: --seconds are over")
-                continue
-            try:
-                run.rows += measured(run, cell, impl, clock_of(model, cell, options))
-            except Exception as error:  # transformers and the GPU raise many kinds
-                run.notes.left_out(impl, error, str(cell))
-            if run.rows:
-                run.write()
-        del model  # before the next one is made
+    run.options, deadline = options, time.monotonic() + options.seconds
+    for name, impl in run.each(itertools.product(options.models, options.impls)):
+        measure(run, name, impl, deadline)
     run.draw(draw)
     return run.finish(table(run.rows))

@@ -270,6 +270,31 @@ def test_logits_that_are_not_finite(target):
     assert engine.generate([[1, 2], [4, 5]], 9, stop_tokens=-1) == good
 
 
+@each_library()
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_a_step_that_fails(target, monkeypatch, call):
+    """What it had begun is cancelled, as nobody knows what is in the pages; then all is new."""
+    engine, calls = Engine(Small(target), page_size=8, graphs=False), []
+    given = [[1] * 30, [4, 5], [9]]
+    good = engine.generate(given, 9, stop_tokens=-1)
+    logits = engine.model.logits
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise MemoryError("no more")
+        return logits(*arguments)
+
+    monkeypatch.setattr(engine.model, "logits", full)
+    requests = [engine.submit(x, 9, stop_tokens=-1) for x in given]
+    with pytest.raises(MemoryError, match="no more"):
+        while engine.busy:
+            engine.step()
+    assert {x.reason for x in requests} == {"cancelled"}
+    assert not engine.busy and engine.pool.free == engine.pool.pages - 1
+    assert engine.generate(given, 9, stop_tokens=-1) == good
+
+
 @each_library(library="torch", device="cuda")
 def test_steps_do_not_wait(target):
     """torch would raise an error where a step copies from the device or waits for it."""

@@ -135,7 +135,19 @@ class Engine:
 
         Returns:
             The requests that have got a token or ended; empty after the first step of many.
+
+        Raises:
+            Whatever the model raises, such as MemoryError; all requests are cancelled then.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._unread, scheduler = None, self.scheduler
+            for request in (*scheduler.rows, *scheduler.prompts, *scheduler.waiting):
+                self.cancel(request)
+            raise
+
+    def _step(self) -> list[Request]:
         with self.decoder.device.current():
             changed = self._read() if self.scheduler.must_preempt else []
             scheduler, unread = self.scheduler, None

@@ -64,8 +64,6 @@ class Scheduler:
             chunks.append(Chunk(request, tokens, start, start + len(tokens) == len(known)))
         for request, tokens, _, _ in chunks:
             request.computed += len(tokens)
-        begun = sum(chunk.ends for chunk in chunks)  # a chunk that does not end is the last one
-        self.prompts = self.prompts[begun:]
         return chunks
 
     def next_rows(self) -> list[Request]:
@@ -94,6 +92,8 @@ class Scheduler:
         known = set(self.rows)
         for request in requests:
             request.sampled += 1
+            if request in self.prompts:
+                self.prompts.remove(request)
             if request.sampled == request.max_new_tokens:
                 self.leave(request)
             elif request not in known:
