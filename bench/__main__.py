@@ -27,6 +27,7 @@ SCRIPTS = {  # name: module of bench
     "decode": "decode.decode",
     "transformer": "decode.transformer",
     "gpt2": "gpt2.gpt2",
+    "engine": "engine.engine",
     "gguf_folder": "engine.gguf_folder",
     "unet": "diffusion.unet",
     "architectures": "transformers.architectures",

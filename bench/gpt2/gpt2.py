@@ -20,7 +20,7 @@ from bench.gpt2.ops import prompt_attention
 from bench.gpt2.report import draw, peers_table, story_table
 from bench.lib import harness, traffic
 from bench.lib.report import Row
-from cupyflash.commands.gpt2 import DTYPES
+from cupyflash.commands.generate import DTYPES
 from cupyflash.models.gpt2.config import SIZES
 
 PEERS = ("transformers-eager", "transformers-sdpa", "transformers-compile")

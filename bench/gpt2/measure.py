@@ -16,7 +16,7 @@ from bench.lib import data
 from bench.lib.harness import Run, assert_right
 from bench.lib.report import Row
 from bench.lib.timing import medians
-from cupyflash.commands.gpt2 import DTYPES
+from cupyflash.commands.generate import DTYPES
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.decoder import Decoder
 
@@ -104,7 +104,7 @@ class Bench:
         given, calls = tokens_of(self.model, batch, length), {}
         prompts, on_device = given.tolist(), torch.from_numpy(given).to(data.DEVICE)
         for mode, model in self.ours.items():
-            decoder = Decoder(model, batch, length, "eager")
+            decoder = Decoder(model, batch, length)
             calls[f"cupyflash-{mode}"] = functools.partial(decoder.run, decoder.prepare(prompts))
         for name, peer in self.peers.items():
             calls[name] = functools.partial(peer.prefill, on_device)

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import numpy
 
 import cupyflash
+from cupyflash.models.engine import Batch, PagePool
+from cupyflash.models.engine.generate import PAGE_SIZE
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.decoder import Decoder
-from cupyflash.models.gpt2.layers import KvCache, PromptAttention, gelu_tanh, logits
+from cupyflash.models.gpt2.layers import PagedAttention, gelu_tanh, logits
 from cupyflash.ops.decode import sampling
 from cupyflash.ops.decode.embedding import embedding
 
@@ -31,21 +33,22 @@ class Op(NamedTuple):
 def token_ops(model: Gpt2, batch: int, length: int) -> Iterator[Op]:
     """The operations of a step at ``length`` tokens in the cache, in their order."""
     c, w, xp = model.config, model.weights.blocks[0], model.xp
-    decoder = Decoder(model, batch, min(c.context, length + 1), "eager")
-    tokens, positions, ends = decoder.state
-    positions[...], ends[...] = length, length + 1
-    x = xp.ones((batch, 1, c.width), model.dtype)
-    hidden = xp.ones((batch, 1, c.inner), model.dtype)
+    x = xp.ones((batch, c.width), model.dtype)
+    hidden = xp.ones((batch, c.inner), model.dtype)
     qkv = cupyflash.qkv_projection(x, w.qkv_weight, w.qkv_bias, heads_q=c.heads)
-    attend = functools.partial(decoder.attention, 0, *qkv)
+    count = -(-(length + 1) // PAGE_SIZE)
+    pool = PagePool(c.layers, 1 + batch * count, PAGE_SIZE, c.heads, c.head_dim, x)
+    tokens, positions = xp.zeros(batch, "int32"), xp.full(batch, length, "int32")
+    table = xp.arange(1, 1 + batch * count, dtype="int32").reshape(batch, count)
+    step = Batch(tokens, positions, positions, table)
+    attend = functools.partial(PagedAttention(step, pool, model.mode == "naive"), 0, *qkv)
     weights = model.weights
     square, wide = 2 * batch * c.width**2, 2 * batch * c.width * c.inner
     of_attention = 4 * batch * c.width * (length + 1)
     yield Op(
         "embedding", "embedding",
         lambda: embedding(
-            tokens[:, None], weights.token_embedding, positions[:, None],
-            weights.position_embedding,
+            tokens, weights.token_embedding, positions, weights.position_embedding,
         ),
         1, batch * c.width,
     )  # fmt: skip
@@ -86,9 +89,9 @@ def token_ops(model: Gpt2, batch: int, length: int) -> Iterator[Op]:
         ]  # fmt: skip
     for name, group, call, flops in of_layer:
         yield Op(name, group, call, c.layers, flops)
-    found = logits(c, weights, x[:, 0])
+    found = logits(c, weights, x)
     yield Op(
-        "norm + head", "head", lambda: logits(c, weights, x[:, 0]), 1,
+        "norm + head", "head", lambda: logits(c, weights, x), 1,
         2 * batch * c.width * c.vocabulary,
     )  # fmt: skip
     out = xp.zeros(batch, "int32")
@@ -102,12 +105,12 @@ def token_ops(model: Gpt2, batch: int, length: int) -> Iterator[Op]:
 def persistent_op(model: Gpt2, batch: int, length: int) -> Op:
     """A whole step as one kernel, with the choice of the largest logit."""
     c, xp = model.config, model.xp
-    decoder = Decoder(model, batch, min(c.context, length + 1), "persistent")
+    decoder = Decoder(model, batch, min(c.context, length + 1))
     decoder.state.positions[...] = xp.asarray([length] * batch, "int32")
     of_layer = 8 * c.width**2 + 4 * c.width * c.inner + 4 * c.width * (length + 1)
     flops = batch * (c.layers * of_layer + 2 * c.width * c.vocabulary)
     tokens, positions, _ = decoder.state
-    arrays, out = (tokens, decoder.cache.k, decoder.cache.v, positions), xp.zeros(batch, "int32")
+    arrays, out = (tokens, *decoder.caches, positions), xp.zeros(batch, "int32")
     step = functools.partial(model.stack.step, *arrays, out=out, advance=False)
     return Op("persistent kernel", "all blocks", step, 1, flops)
 
@@ -115,9 +118,10 @@ def persistent_op(model: Gpt2, batch: int, length: int) -> Op:
 def prompt_attention(model: Gpt2, batch: int, length: int) -> Op:
     """Attention of one layer over whole prompts, with the writes to its cache."""
     c, w, xp = model.config, model.weights.blocks[0], model.xp
-    cache = KvCache(model.config, xp, model.dtype, batch, length)
-    attention = PromptAttention(xp, cache, [[0] * length] * batch, model.mode == "naive")
-    noise = numpy.random.default_rng(0).standard_normal((batch, length, c.width), "float32")
+    decoder = Decoder(model, batch, length)
+    prompts = decoder.prepare([[0] * length] * batch)
+    attention = PagedAttention(prompts, decoder.pool, model.mode == "naive")
+    noise = numpy.random.default_rng(0).standard_normal((batch * length, c.width), "float32")
     x = xp.asarray(noise.astype(model.dtype))
     qkv = cupyflash.qkv_projection(
         x, w.qkv_weight, w.qkv_bias, heads_q=c.heads, norm=cupyflash.Norm(w.ln1_weight, w.ln1_bias)

@@ -115,6 +115,7 @@ struct SampleParams {
   int* tokens;         // [rows], the result; -1 for a row of no distribution
   int* next_tokens;    // [rows], the same without -1, and
   int* ends;           // [rows], with which positions advance by 1; both null: they do not
+  const int* choices;  // [rows, CHOICE_WORDS], which say what the next four say; null: these do
   uint64_t seed;
   int64_t stride;  // of a row of logits
   int columns;
@@ -123,3 +124,7 @@ struct SampleParams {
   int limit;       // the largest position
   float scale;     // log2(e) / temperature
 };
+
+// The words of a row of choices: the bits of scale (0 is greedy), top_k, top_p, the number that
+// stands for the row in the counter of the random numbers, and the halves of the seed, low first.
+constexpr int CHOICE_WORDS = 6;

@@ -168,6 +168,23 @@ __device__ __forceinline__ void finish(const SampleParams& params, int row, int 
   params.ends[row] = position + 1;
 }
 
+// How the token of a row is chosen.
+struct Choice {
+  float scale;
+  int top_k;
+  uint32_t top_p;
+  uint32_t number;  // in the counter of the random numbers
+  uint64_t seed;
+};
+
+__device__ __forceinline__ Choice choice_of(const SampleParams& params, int row) {
+  if (!params.choices)
+    return {params.scale, params.top_k, params.top_p, uint32_t(row), params.seed};
+  const int* words = params.choices + int64_t(CHOICE_WORDS) * row;
+  const uint64_t seed = uint64_t(uint32_t(words[5])) << 32 | uint32_t(words[4]);
+  return {__int_as_float(words[0]), words[1], uint32_t(words[2]), uint32_t(words[3]), seed};
+}
+
 template <typename T, bool GREEDY>
 __global__ void __launch_bounds__(BLOCK, GREEDY ? 0 : 1)
     sample(const __grid_constant__ SampleParams params) {
@@ -185,11 +202,16 @@ __global__ void __launch_bounds__(BLOCK, GREEDY ? 0 : 1)
   }
 
   // ---- which tokens are left, and one of them ----
+  const Choice choice = choice_of(params, index);
+  if (choice.scale == 0.f) {
+    if (threadIdx.x == 0) finish(params, index, best.index);
+    return;
+  }
   // Of a largest logit of -0 the distance of a +0 would be -0, whose bits come behind all others.
-  const Row<T> row = {logits, params.columns, best.logit + 0.f, params.scale};
+  const Row<T> row = {logits, params.columns, best.logit + 0.f, choice.scale};
   const uint32_t counter = params.positions ? params.positions[index] : 0;
-  const uint4 random = philox(params.seed, counter, index, 0);
-  const uint32_t last = last_kept(row, params.top_k, params.top_p);
+  const uint4 random = philox(choice.seed, counter, choice.number, 0);
+  const uint32_t last = last_kept(row, choice.top_k, choice.top_p);
   const int token = draw(row, last, uint64_t(random.x) << 32 | random.y);
   if (token >= 0) finish(params, index, token);
 }

@@ -1,13 +1,13 @@
 """The command line: ``python -m cupyflash`` or ``cupyflash``.
 
-======  ==========================================================================
-info    what this machine has, what it lacks, and the pip line that mends it
-check   every operation on shapes of real models, against float64, and its speed
-warmup  compile kernels into the cache, without a GPU: for container images
-cache   what the cache holds; ``cache clear`` empties it
-tune    search the fastest tiles of an operation on this GPU
-gpt2    text from a GPT-2 on these kernels
-======  ==========================================================================
+========  ==========================================================================
+info      what this machine has, what it lacks, and the pip line that mends it
+check     every operation on shapes of real models, against float64, and its speed
+warmup    compile kernels into the cache, without a GPU: for container images
+cache     what the cache holds; ``cache clear`` empties it
+tune      search the fastest tiles of an operation on this GPU
+generate  text from a language model on these kernels
+========  ==========================================================================
 """
 
 import argparse
@@ -24,8 +24,8 @@ import cupyflash
 from .. import jit, machine, packages, precompile
 from ..ops.attention import backends
 from ..runtime.config import ITEM_SIZE
-from . import gpt2, output, tune
-from .gpt2 import DTYPES
+from . import generate, output, tune
+from .generate import DTYPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     cache.set_defaults(run=_cache)
 
     tune.add_parser(commands)
-    gpt2.add_parser(commands)
+    generate.add_parser(commands)
     return parser
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 import cupyflash
 
 from .. import jit, machine
-from .gpt2 import DTYPES
+from .generate import DTYPES
 
 if TYPE_CHECKING:
     from .check import NotRun, Row

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import machine
 from ..runtime import tuning
-from .gpt2 import DTYPES
+from .generate import DTYPES
 
 if TYPE_CHECKING:
     from ..testing.problem import Problem

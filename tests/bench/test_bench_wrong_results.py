@@ -13,6 +13,7 @@ from bench.attention import extras
 from bench.decode.decode import DecodeProblem
 from bench.decode.transformer import BlockProblem
 from bench.diffusion.unet import UnetProblem
+from bench.engine import ours as engine
 from bench.lib.providers import PROVIDERS, Provider
 from bench.linear import problems as linear
 from bench.linear import training
@@ -80,6 +81,7 @@ WRONG = {  # what is replaced, by what, and further arguments
     "transformer": ((BlockProblem, "call"), of_ours(BlockProblem.call), ""),
     "unet": ((UnetProblem, "our_loop"), wrong_loop, "--samplers ddim"),
     "gpt2": ((Gpt2, "logits"), wrong_logits, ""),
+    "engine": ((engine, "whole_logits"), larger(engine.whole_logits), ""),
     "masks": ((cupyflash, "attention"), zeros, ""),
 }
 

@@ -10,7 +10,7 @@ import pytest
 from cupyflash import environment, jit
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes of POSIX")
-GPT2 = ["gpt2", "--device", "cpu", "--random", "tiny", "--max-new-tokens", "3", "--prompt"]
+GPT2 = ["generate", "--device", "cpu", "--random", "tiny", "--max-new-tokens", "3", "--prompt"]
 COMMANDS = [["--help"], ["warmup", "--help"], ["info"], ["cache"], [*GPT2, "héµ世"]]
 
 
@@ -59,7 +59,7 @@ def test_encodings(kernels):
             output.decode(encoding)
             if arguments == ["info"]:
                 assert ("≥" if encoding == "utf-8" else ">=") in output.decode(encoding)
-            if arguments[0] == "gpt2":
+            if arguments[0] == "generate":
                 shown = {"ascii": r"h\xe9\xb5\u4e16", "cp1252": r"héµ\u4e16", "utf-8": "héµ世"}
                 assert output.decode(encoding).startswith(shown[encoding])
 

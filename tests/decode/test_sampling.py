@@ -9,7 +9,7 @@ from wrong_calls import INTEGER, NUMBER, array, check_refused
 from cupyflash.ops.decode.cache_append import cache_append
 from cupyflash.ops.decode.embedding import embedding
 from cupyflash.ops.decode.reference import ONE, weights
-from cupyflash.ops.decode.sampling import DecodeState, Sampling, sample
+from cupyflash.ops.decode.sampling import DecodeState, Sampling, choice_words, sample
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 SAMPLINGS = [
@@ -76,6 +76,29 @@ def test_equal_tokens_on_every_device(target, sampling, vocabulary):
             sample(plain, sampling, out=expected, state=state)
             assert (found == expected).all()
             assert (tokens_of(target, logits, sampling, positions) == found).all()
+
+
+@each_library()
+def test_each_row_in_its_own_way(target):
+    """What each row has chosen alone, whatever is beside it; also greedily, and a row of NaN."""
+    values = 3 * normal((len(SAMPLINGS) + 1, 1000), 1)
+    values[-1, 5] = numpy.nan
+    samplings, numbered = [*SAMPLINGS, Sampling(1.0)], [3, *range(len(SAMPLINGS) - 1), 2**32 - 1, 0]
+    positions = numpy.arange(len(values)) * 7
+    for dtype in target.dtypes:
+        logits = stored(target, values, dtype)
+        out, *state = (integers(target, positions) for _ in range(4))
+        choices = integers(target, choice_words(samplings, numbered[: len(values)]))
+        sample(logits, out=out, state=DecodeState(*state), choices=choices)
+        assert numbers(state[1]).tolist() == (positions + 1).tolist()
+        found = numbers(out)
+        for row, (sampling, number) in enumerate(zip(samplings, numbered)):
+            if number > 20:
+                continue
+            rows = number + 1  # the row of this number draws so without choices
+            alone = stored(target, numpy.tile(values[row], (rows, 1)), dtype)
+            counters = numpy.full(rows, positions[row])
+            assert found[row] == tokens_of(target, alone, sampling, counters)[number]
 
 
 @each_library()
@@ -201,6 +224,10 @@ def test_wrong_calls_of_sample(target):
     logits, out = stored(target, normal((2, 6), 0), "float32"), integers(target, [0, 0])
     state = DecodeState(*(integers(target, [0, 0]) for _ in range(3)))
     number = array(out, dtypes=("int64", "float32"))
+    choices = integers(target, choice_words([Sampling(1.0)] * 2, [0, 1]))
+    words = array(choices, optional=True, dtypes=("int64", "float32"))
+    rows = {"logits": logits, "out": out, "choices": choices}
+    check_refused(sample, rows, {"choices": words, "sampling": (Sampling(1.0),)}, least=12)
     check_refused(
         sample,
         {"logits": logits, "sampling": Sampling(), "out": out, "state": state, "limit": 100},

@@ -184,12 +184,12 @@ def test_a_request_with_nan_leaves_nothing_behind(target):
         for decode in decodes(target) if mode == "fused" else ("eager",):
             gpt2, given = tiny(target, mode=mode), prompts(5)
             expected = gpt2.generate(given, 10, decode=decode)
-            (decoder,) = gpt2._idle.values()
+            (run,) = gpt2._idle.values()
             row = gpt2.weights.position_embedding[50].copy()
             gpt2.weights.position_embedding[50] = numpy.nan
             with pytest.raises(RuntimeError, match="logits must be finite"):
                 gpt2.generate(prompts(60), 10, decode=decode)
-            assert numpy.isnan(to_numpy64(decoder.cache.v)).any()
+            assert numpy.isnan(to_numpy64(run.pool.v)).any()
             gpt2.weights.position_embedding[50] = row
             assert gpt2.generate(given, 10, decode=decode) == expected, (mode, decode)
             assert gpt2.generate([*given, *prompts(3)], 10, decode=decode)[0] == expected[0]
@@ -331,10 +331,10 @@ def test_running_out_of_memory_names_what_fits(target, monkeypatch):
     bad(MemoryError, match, lambda: gpt2.generate(given, 120))
     monkeypatch.undo()
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise MemoryError("no more")
 
-    monkeypatch.setattr(layers, "cache_append", full)
+    monkeypatch.setattr(layers, "attention_with_cache", full)
     bad(MemoryError, match, lambda: gpt2.generate(given, 120))
     monkeypatch.undo()
     assert gpt2.generate(given, 5) == expected

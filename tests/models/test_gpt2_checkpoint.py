@@ -254,7 +254,7 @@ def test_tokenizer_errors(tmp_path):
 
 def run(capsys, *arguments):
     """Exit code and the output with white space as single blanks."""
-    status = cli.main(["gpt2", "--device", "cpu", *map(str, arguments)])
+    status = cli.main(["generate", "--device", "cpu", *map(str, arguments)])
     out, err = capsys.readouterr()
     return status, out, " ".join(err.split())
 
@@ -320,7 +320,7 @@ def test_options_of_sampling_need_a_temperature(idle, capsys):
     given = ("--random", "tiny", "--prompt", "ab", "--max-new-tokens", "3", *idle)
     status, out, err = run(capsys, *given)
     assert (status, out) == (1, "")
-    assert f"gpt2: {idle[0]} needs a --temperature above 0, got 0, which is greedy" in err
+    assert f"generate: {idle[0]} needs a --temperature above 0, got 0, which is greedy" in err
     assert run(capsys, *given, "--temperature", "0.5")[0] == 0
 
 

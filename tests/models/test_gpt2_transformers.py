@@ -10,9 +10,9 @@ pytest.importorskip("safetensors")
 
 from small_transformers import small_model  # noqa: E402
 
+from cupyflash.models.engine import decoder as engine_decoder  # noqa: E402
 from cupyflash.models.gpt2 import Gpt2, load_tokenizer  # noqa: E402
-from cupyflash.models.gpt2.decoder import Decoder  # noqa: E402
-from cupyflash.ops.decode.sampling import GREEDY  # noqa: E402
+from cupyflash.models.gpt2 import decoder as gpt2_decoder  # noqa: E402
 from cupyflash.testing import assert_close_to_float64, to_numpy64  # noqa: E402
 
 STEPS = 64
@@ -35,22 +35,26 @@ def theirs(model, tokens):
     return model(torch.tensor(tokens)).logits.double().numpy()
 
 
-def ours(gpt2, given, later, decode):
+def ours(gpt2, given, later, decode, monkeypatch):
     """Logits after each prompt and after each of the later tokens, which are given, too."""
-    total = len(given[0]) + later.shape[1]
-    decoder = Decoder(gpt2, len(given), total, decode)
-    found = [to_numpy64(decoder.prefill(given))]
-    out = gpt2.xp.zeros(len(given), "int32")
-    decoder.sample(gpt2.xp.asarray(found[0].astype("float32")), GREEDY, out)  # advances
-    for tokens in later.T:
-        decoder.state.tokens[...] = gpt2.xp.asarray(tokens.astype("int32"))
-        logits = decoder.step()
+    found, steps = [], [*later.T.astype("int32"), numpy.zeros(len(given), "int32")]
+
+    def give(logits, *arguments, out, state, **options):
+        tokens = gpt2.xp.asarray(steps[len(found)])
         found.append(to_numpy64(logits))
-        decoder.sample(logits, GREEDY, out)
+        out[...] = state.tokens[...] = tokens
+        state.positions[...] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt2_decoder if decode == "persistent" else engine_decoder, "sample", give)
+        if decode == "persistent":
+            patch.setattr(gpt2_decoder.Decoder, "advance", lambda x, *o: x.sample(x.step(), *o))
+        made = gpt2.generate(given, len(steps), decode=decode, end_of_text=-1)
+    assert made == [[*row, 0] for row in later.tolist()]
     return numpy.stack(found, 1)
 
 
-def check_logits(target, folder, model, dtype, steps):
+def check_logits(target, folder, model, dtype, steps, monkeypatch):
     given = prompts(20, 20, vocabulary=model.config.vocab_size)
     later = numpy.asarray(prompts(steps, steps, vocabulary=model.config.vocab_size))
     whole = numpy.concatenate([given, later], 1)
@@ -58,26 +62,27 @@ def check_logits(target, folder, model, dtype, steps):
     exact = theirs(model.double(), whole)[:, 19:]
     gpt2 = Gpt2.from_folder(folder, dtype=dtype, device=device(target))
     for decode in decodes(target):
-        found = ours(gpt2, given, later, decode)
+        found = ours(gpt2, given, later, decode, monkeypatch)
         name = f"{decode} logits"
         assert_close_to_float64(found, exact, baseline, dtype, name, terms=abs(exact).max())
 
 
 @each_device()
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_logits(target, dtype, tmp_path):
+def test_logits(target, dtype, tmp_path, monkeypatch):
     """Of a prefill and 64 steps, every way to decode."""
     if dtype not in target.dtypes:
         pytest.skip("needs ml_dtypes")
-    check_logits(target, *checkpoint(tmp_path, dtype), dtype, STEPS)
+    check_logits(target, *checkpoint(tmp_path, dtype), dtype, STEPS, monkeypatch)
 
 
 @each_device()
-def test_logits_of_the_full_size(target, tmp_path):
+def test_logits_of_the_full_size(target, tmp_path, monkeypatch):
     """The 124M configuration in float32; a CPU takes two steps."""
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
-    check_logits(target, saved(tmp_path, model), model, "float32", STEPS if target.gpu else 2)
+    steps = STEPS if target.gpu else 2
+    check_logits(target, saved(tmp_path, model), model, "float32", steps, monkeypatch)
 
 
 @each_device()

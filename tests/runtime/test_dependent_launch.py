@@ -15,7 +15,8 @@ from targets import TARGETS, compute_capability
 import cupyflash
 from cupyflash import environment
 from cupyflash.jit import sources
-from cupyflash.models.gpt2.decoder import Decoder
+from cupyflash.models.engine import Engine
+from cupyflash.models.engine.decoder import padded
 from cupyflash.ops.decode.embedding import embedding
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime import driver, launch
@@ -264,10 +265,12 @@ def test_steps_of_gpt2_are_the_same_bits(monkeypatch, batch, dtype, backend):
         with monkeypatch.context() as patch, environment.override(backend=backend):
             if not wanted:
                 patch.setattr(launch, "dependent_wanted", lambda: False)
-            decoder = Decoder(gpt2, batch, 128, "graph")
-            decoder.prefill(prompts(*range(1, batch + 1)))
-            decoder.step()
-        decoders.append(decoder)
+            engine = Engine(gpt2.paged, pages=batch + 1, page_size=128, max_batch=batch)
+            for prompt in prompts(*range(1, batch + 1)):
+                engine.submit(prompt, 3)
+            while not engine.decoder.graphs:
+                engine.step()
+        decoders.append(engine.decoder)
         counts.append(len(launched))
     assert 0 < counts[0] == counts[1]
     rng = numpy.random.default_rng(batch)
@@ -275,6 +278,7 @@ def test_steps_of_gpt2_are_the_same_bits(monkeypatch, batch, dtype, backend):
         tokens = cupy.asarray(rng.integers(0, 101, batch), "int32")
         positions = cupy.asarray(rng.integers(0, 128, batch), "int32")
         for decoder in decoders:
-            decoder.state.tokens[...], decoder.state.positions[...] = tokens, positions
-        first, second = (decoder.step() for decoder in decoders)
+            for x, values in zip(decoder.state, (tokens, positions)):
+                x[:batch] = values
+        first, second = (decoder.graphs[padded(batch)]()[:batch] for decoder in decoders)
         assert cupy.array_equal(first, second)

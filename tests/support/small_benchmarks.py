@@ -173,6 +173,17 @@ BENCHMARKS = {
             "lib.counters.find_ncu": lambda: None,
         },
     ),
+    "engine": Small(
+        "--models tiny --dtype float32 --steps 3 --impls cupyflash transformers-compile",
+        2 * 2 + 2 + 1,
+        {
+            "engine.engine.DECODE": ((1, 20), (3, 40)),
+            "engine.engine.PREFILL": 100,
+            "engine.engine.REQUESTS": 6,
+            "engine.engine.PROMPTS": (3, 40),
+            "engine.engine.ANSWERS": (2, 5),
+        },
+    ),
     "unet": Small(
         "--dtype float32 --batch 2 --impls torch-eager cupyflash",
         2 * 2,

@@ -54,6 +54,27 @@ class Gpt2Config:
         return self.width // self.heads
 
     @property
+    def heads_kv(self) -> int:
+        """The heads of keys and values, for an engine, like the next three."""
+        return self.heads
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens."""
+        return self.vocabulary
+
+    @property
+    def max_positions(self) -> int:
+        """The most tokens of a sequence."""
+        return self.context
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        end = self.end_of_text
+        return () if end is None else (end,) if isinstance(end, int) else tuple(end)
+
+    @property
     def parameters(self) -> int:
         """The number of weights."""
         block = 4 * self.width**2 + 2 * self.width * self.inner + 9 * self.width + self.inner

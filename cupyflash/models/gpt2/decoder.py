@@ -1,26 +1,27 @@
-"""One run: the way of its steps, whether it fits into memory, its state, and a step.
+"""One run: the way of its steps, whether it fits into memory, and the run of the persistent kernel.
 
-The state is the cache, tokens and lengths on the device. A step can run as separate launches
-("eager"), as the same launches in a CUDA graph ("graph"), or as one persistent cooperative kernel
-("persistent"). All read the tokens and their positions from the device, where sampling leaves them,
-so that the host can be steps ahead.
+A step can be one persistent cooperative kernel ("persistent"), which needs a contiguous cache, or
+be done by an engine, as separate launches ("eager") or as the same launches in a CUDA graph
+("graph").
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from cupyflash.ops.decode.embedding import embedding
+import numpy
+
 from cupyflash.runtime.gpu import capability_of
 
 from ...ops.decode.sampling import DecodeState, Sampling, sample
 from ...runtime.array import Array
 from ...runtime.checks import short
-from ...runtime.launch import dependent_launches, dependent_possible
-from ...runtime.scratch import no_garbage_collected
+from ...runtime.launch import dependent_possible
 from ...runtime.structs import header
+from ..engine import Batch, PagePool
+from ..engine.devices import device_of
 from . import layers
 from .config import Gpt2Config
-from .layers import KvCache, PromptAttention, TokenAttention
+from .weights import Weights
 
 structs = header("block/params.cuh")
 
@@ -125,110 +126,89 @@ def free_memory(xp: Any) -> int | None:
     return free + xp.get_default_memory_pool().free_bytes()
 
 
+class PagedGpt2(NamedTuple):
+    """The model as an `Engine` takes it.
+
+    Attributes:
+        config: the model's own.
+    """
+
+    config: Gpt2Config
+    weights: Weights
+    mode: str
+
+    @property
+    def like(self) -> Array:
+        """One of its arrays."""
+        return self.weights.token_embedding
+
+    def logits(self, batch: Batch, pool: PagePool) -> Array:
+        """(wanted, vocabulary), in the dtype of the weights."""
+        x = layers.hidden_states(self.config, self.weights, self.mode, batch, pool)
+        return layers.logits(self.config, self.weights, x)
+
+
 class Decoder:
-    """The state of one run: ``batch`` sequences of up to ``max_length`` tokens."""
+    """One run on a contiguous cache: ``batch`` sequences of up to ``max_length`` tokens.
 
-    def __init__(self, model: Any, batch: int, max_length: int, how: str) -> None:
-        self.model, self.xp, self.how = model, model.xp, how
-        self.cache = KvCache(model.config, model.xp, model.dtype, batch, max_length)
-        self.state = DecodeState(*(self.xp.zeros(batch, "int32") for _ in DecodeState._fields))
-        naive = model.mode == "naive"
-        self.attention = TokenAttention(
-            self.cache, self.state.positions, self.state.ends, naive=naive
-        )
-        self.graph: CapturedStep | None = None
+    The tokens and their positions stay on the device, where sampling leaves them, so that the host
+    can be steps ahead.
+    """
 
-    def prefill(self, prompts: Sequence[Sequence[int]], every: bool = False) -> Array:
-        """Logits (batch, vocabulary) after each prompt; of every token (total, …) if wanted.
+    def __init__(self, model: Any, batch: int, max_length: int) -> None:
+        config, self.model = model.config, model
+        self.batch, self.max_length = batch, max_length
+        shape = config.layers, batch + 1, max_length, config.heads, config.head_dim
+        self.pool = PagePool(*shape, model.paged.like)
+        self.caches = self.pool.k[:, 1:], self.pool.v[:, 1:]
+        self.device = device_of(model.paged.like)
+        self.state = DecodeState(*(self.device.integers(batch) for _ in DecodeState._fields))
 
-        The state is that of the last tokens of the prompts: sampling puts the next ones behind.
+    def prepare(self, prompts: Sequence[Sequence[int]], every: bool = False) -> Batch:
+        """Put whole prompts on the device, and the state behind them.
+
+        Args:
+            every: logits of every token are wanted, not only of the last ones.
         """
-        return self.run(self.prepare(prompts), every)
-
-    def prepare(self, prompts: Sequence[Sequence[int]]) -> PromptAttention:
-        """Put the prompts on the device."""
-        return PromptAttention(self.xp, self.cache, prompts, self.model.mode == "naive")
-
-    def run(self, prompts: PromptAttention, every: bool = False) -> Array:
-        """`prefill` of prompts that are on the device: launches and nothing else."""
-        model = self.model
-        x = layers.hidden_states(
-            model.config, model.weights, model.mode, prompts.tokens, prompts.positions, prompts
+        lengths = [len(prompt) for prompt in prompts]
+        ends = numpy.cumsum([0, *lengths], dtype="int32")
+        tokens = numpy.concatenate([numpy.asarray(prompt, "int32") for prompt in prompts])
+        places = numpy.concatenate([numpy.arange(n, dtype="int32") for n in lengths])
+        put = self.model.xp.asarray
+        self.state.positions[...] = put(ends[1:] - ends[:-1] - 1)
+        starts = self.device.integers(len(lengths))
+        return Batch(
+            put(tokens),
+            put(places),
+            starts,
+            None,
+            put(ends),
+            max(lengths),
+            None if every else put(ends[1:] - 1),
         )
-        x = x.reshape(-1, x.shape[-1])
-        if not every:
-            x = embedding(prompts.last, x)  # a gather of rows
-        self.state.positions[...] = prompts.lengths - 1
-        self.state.ends[...] = prompts.lengths
-        return layers.logits(model.config, model.weights, x)
+
+    def run(self, prompts: Batch) -> Array:
+        """The logits of prompts that are on the device: launches and nothing else."""
+        return self.model.paged.logits(prompts, self.pool)
 
     def step(self) -> Array:
         """Logits (batch, vocabulary) after the tokens of the state, which are put into the cache.
 
         The result may be overwritten by the next step.
         """
-        if self.how == "persistent":
-            tokens, positions, _ = self.state
-            return self.model.stack.next_logits(tokens, self.cache.k, self.cache.v, positions)
-        if self.how == "eager":
-            return self.launches()
-        if self.graph is None:
-            self.graph = CapturedStep(self)
-        return self.graph()
-
-    def launches(self) -> Array:
-        """A step as separate launches."""
-        model, (tokens, positions, _) = self.model, self.state
-        x = layers.hidden_states(
-            model.config,
-            model.weights,
-            model.mode,
-            tokens[:, None],
-            positions[:, None],
-            self.attention,
-        )
-        return layers.logits(model.config, model.weights, x[:, 0])
+        tokens, positions, _ = self.state
+        return self.model.stack.next_logits(tokens, *self.caches, positions)
 
     def advance(self, sampling: Sampling, out: Array) -> None:
         """Run a step, and put the tokens that follow into ``out`` and into the state."""
-        if self.how == "persistent" and sampling.temperature == 0:
+        if sampling.temperature == 0:
             tokens, positions, _ = self.state
-            self.model.stack.step(tokens, self.cache.k, self.cache.v, positions, out=out)
+            self.model.stack.step(tokens, *self.caches, positions, out=out)
             self.state = self.state._replace(tokens=out)
         else:
             self.sample(self.step(), sampling, out)
 
     def sample(self, logits: Array, sampling: Sampling, out: Array) -> None:
         """Put the next tokens into ``out`` and into the state, whose positions advance."""
-        limit = self.cache.max_length - 1  # finished sequences stay at this position
+        limit = self.max_length - 1  # finished sequences stay at this position
         sample(logits, sampling, out=out, state=self.state, limit=limit)
-
-
-class CapturedStep:
-    """The launches of a step in a CUDA graph, with memory that belongs to it."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        import cupy
-
-        self.pool = cupy.cuda.MemoryPool()
-        stream = cupy.cuda.Stream(non_blocking=True)
-        ready = cupy.cuda.get_current_stream().record()
-        stream.wait_event(ready)
-        with cupy.cuda.using_allocator(self.pool.malloc), stream, no_garbage_collected():
-            # Compiles, allocates and fills what is kept; a step can be repeated, as it writes the
-            # same keys and values to the same places.
-            decoder.launches()
-            stream.synchronize()
-            stream.begin_capture()
-            try:
-                # Sampling, which changes tokens and positions, is not a part of the graph; of the
-                # cache a step writes the places that no other kernel of the graph reads.
-                with dependent_launches():
-                    self.logits = decoder.launches()
-            finally:
-                self.graph = stream.end_capture()
-        self.current_stream = cupy.cuda.get_current_stream
-
-    def __call__(self) -> Array:
-        self.graph.launch(self.current_stream())
-        return self.logits

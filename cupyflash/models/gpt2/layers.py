@@ -1,4 +1,4 @@
-"""The layers of GPT-2: the cache of keys and values, attention with it, and the blocks.
+"""The layers of GPT-2: attention with the pages of an engine, and the blocks.
 
 Tokens become logits in three ways, the modes that are compared:
 
@@ -7,13 +7,10 @@ naive    attention with the scores in memory, every operation by itself
 flash    flash attention, every operation by itself
 fused    flash attention; norms, biases, activation and residuals in the projections
 =======  ==================================================================================
-
-A function that computes attention is called with a layer and its q, k, v of the new tokens, stores
-k and v in the cache, and returns the attention of q, like it.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -25,112 +22,65 @@ from cupyflash.ops.decode.embedding import embedding
 
 from ...ops.block.block import BlockWeights
 from ...runtime.array import Array, array_namespace
+from ..engine import Batch, PagePool
 from .config import Gpt2Config
 from .weights import Weights
 
 MODES = ("naive", "flash", "fused")
-Attention = Callable[[int, Array, Array, Array], Array]
 
 
-class KvCache:
-    """Keys and values of all layers, (layers, batch, max_length, heads, head_dim) each.
+class PagedAttention:
+    """Attention of the rows of a batch with the pages of a pool, which their k and v enter first.
 
-    Past the end of a sequence lies whatever an earlier one left, which may be NaN.
+    Calls get a layer and q, k, v (rows, heads, head_dim), and return the attention of q, like it.
+    Without a page table sequence i has the page i + 1 to itself, so the pages are a contiguous
+    cache, whose keys are read where they lie.
     """
 
-    def __init__(
-        self, config: Gpt2Config, xp: Any, dtype: Any, batch: int, max_length: int
-    ) -> None:
-        shape = (config.layers, batch, max_length, config.heads, config.head_dim)
-        self.k, self.v = xp.zeros(shape, dtype), xp.zeros(shape, dtype)
-        self.batch, self.max_length = batch, max_length
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of both."""
-        return self.k.nbytes + self.v.nbytes
-
-    def append(
-        self, layer: int, k: Array, v: Array, positions: Array, sequences: Array | None = None
-    ) -> None:
-        """k, v (…, heads, head_dim) of new tokens; see `cache_append`."""
-        shape = (-1, *self.k.shape[3:])
-        k, v = k.reshape(shape), v.reshape(shape)
-        cache_append(k, v, self.k[layer], self.v[layer], positions, sequences)
-
-
-class PromptAttention:
-    """Attention of prompts from their beginning; also holds their tokens on the device.
-
-    Prompts of one length are (batch, length, heads, head_dim). Of several lengths they are packed,
-    (total, heads, head_dim): there is no padding that could influence anything.
-
-    Attributes:
-        tokens: int32, (batch, length) or (total,).
-        positions: like tokens, in their sequences.
-        lengths: int32 (batch,).
-        last: int32 (batch,), the row of the last token of each prompt among all rows.
-    """
-
-    def __init__(
-        self, xp: Any, cache: KvCache, prompts: Sequence[Sequence[int]], naive: bool
-    ) -> None:
-        lengths = [len(prompt) for prompt in prompts]
-        self.cache, self.naive, self.longest = cache, naive, max(lengths)
-        self.packed = len(set(lengths)) > 1
-        shape = (sum(lengths),) if self.packed else (len(lengths), lengths[0])
-        tokens = numpy.concatenate([numpy.asarray(prompt, "int32") for prompt in prompts])
-        positions = numpy.concatenate([numpy.arange(n, dtype="int32") for n in lengths])
-        sequences = numpy.repeat(numpy.arange(len(lengths), dtype="int32"), lengths)
-        ends = numpy.cumsum([0, *lengths], dtype="int32")
-        self.ends = ends.tolist()
-        self.tokens, self.positions = (xp.asarray(x).reshape(shape) for x in (tokens, positions))
-        self.sequences, self.lengths = xp.asarray(sequences), xp.asarray(lengths, "int32")
-        self.cu_seqlens, self.last = xp.asarray(ends), xp.asarray(ends[1:] - 1)
+    def __init__(self, batch: Batch, pool: PagePool, naive: bool = False) -> None:
+        self.batch, self.pool, self.naive = batch, pool, naive
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        self.cache.append(layer, k, v, self.positions.reshape(-1), self.sequences)
+        batch, table, caches = self.batch, self.batch.page_table, self.pool.layer(layer)
+        if table is None:
+            caches = [x[1 : 1 + batch.positions.shape[0]] for x in caches]
         if self.naive:
-            return self._naive(q, k, v)
-        if not self.packed:
-            return cupyflash.attention(q, k, v, causal=True)
-        cu_seqlens, longest = self.cu_seqlens, self.longest
-        return cupyflash.flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True
-        )
+            return self._naive(q, k, v, caches)
+        if batch.cu_seqlens is None:
+            q, k, v = (x[:, None] for x in (q, k, v))
+            options = {}
+        else:
+            options = {"cu_seqlens_q": batch.cu_seqlens, "max_seqlen_q": batch.max_new}
+        options |= {"page_table": table, "num_splits": batch.num_splits}
+        out = attention_with_cache(q, k, v, *caches, batch.positions, **options)
+        return out[:, 0] if batch.cu_seqlens is None else out
 
-    def _naive(self, q: Array, k: Array, v: Array) -> Array:
-        if not self.packed:
-            return naive_attention(q, k, v)
-        parts = [slice(a, b) for a, b in zip(self.ends, self.ends[1:])]
-        outs = [naive_attention(*(x[part][None] for x in (q, k, v)))[0] for part in parts]
-        return array_namespace(q).concatenate(outs)
-
-
-class TokenAttention:
-    """Attention of one new token of each sequence, (batch, 1, heads, head_dim), at ``positions``.
-
-    Args:
-        positions: int32 (batch,), where the new tokens stand.
-        ends: positions + 1.
-    """
-
-    def __init__(self, cache: KvCache, positions: Array, ends: Array, naive: bool) -> None:
-        self.cache, self.positions, self.ends, self.naive = cache, positions, ends, naive
-
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        keys, values = self.cache.k[layer], self.cache.v[layer]
-        if not self.naive:
-            return attention_with_cache(q, k, v, keys, values, self.positions)
-        self.cache.append(layer, k, v, self.positions)
-        return naive_attention(q, keys, values, self.ends)
+    def _naive(self, q: Array, k: Array, v: Array, caches: list[Array]) -> Array:
+        """The queries of each sequence in rows of their own, with padding, and its pages in one."""
+        batch, xp = self.batch, array_namespace(q)
+        count, rows = batch.positions.shape[0], xp.arange(q.shape[0], dtype="int32")
+        starts, ends = rows, rows + 1
+        if batch.cu_seqlens is not None:
+            starts, ends = batch.cu_seqlens[:-1], batch.cu_seqlens[1:]
+        sequences = (xp.searchsorted(starts, rows, side="right") - 1).astype("int32")
+        cache_append(k, v, *caches, batch.row_positions, sequences, page_table=batch.page_table)
+        if batch.page_table is not None:
+            shape = (count, -1, *k.shape[1:])
+            caches = [x[batch.page_table].reshape(shape) for x in caches]
+        steps = xp.arange(batch.max_new, dtype="int32")
+        padded = (starts[:, None] + steps).clip(max=q.shape[0] - 1)
+        last = (batch.positions + ends - starts - 1)[:, None]
+        last = xp.minimum(batch.positions[:, None] + steps, last)
+        out = naive_attention(q[padded], *caches, last)
+        return out[sequences, rows - starts[sequences]]
 
 
-def naive_attention(q: Array, k: Array, v: Array, ends: Array | None = None) -> Array:
+def naive_attention(q: Array, k: Array, v: Array, last: Array) -> Array:
     """Attention with the matrix of scores in memory, step by step: what flash attention replaces.
 
     Args:
-        ends: int32 (batch,), how many keys each sequence has; None is causal.
+        q, k, v: (batch, seqlen, heads, head_dim).
+        last: int32 (batch, queries), the last key that each query sees.
 
     Raises:
         NotImplementedError: bfloat16 on a GPU, of which CuPy has no matrix product.
@@ -144,35 +94,26 @@ def naive_attention(q: Array, k: Array, v: Array, ends: Array | None = None) -> 
     scale = dtype.type(q.shape[-1] ** -0.5)
     scores = xp.matmul(q_heads * scale, k_heads.swapaxes(-1, -2))
     columns = xp.arange(k.shape[1], dtype="int32")
-    last = columns[:, None] if ends is None else ends[:, None, None, None] - 1
-    scores = xp.where(columns <= last, scores, dtype.type(-numpy.inf))
-    if ends is not None:  # 0 times what an earlier sequence left there may be NaN
-        v_heads = xp.where(columns[:, None] <= last, v_heads, dtype.type(0))
+    scores = xp.where(columns <= last[:, None, :, None], scores, dtype.type(-numpy.inf))
+    # 0 times what an earlier sequence left there may be NaN.
+    v_heads = xp.where(columns[:, None] <= last.max(1)[:, None, None, None], v_heads, dtype.type(0))
     weights = xp.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return xp.matmul(weights, v_heads).swapaxes(1, 2).astype(q.dtype, copy=False)
 
 
 def hidden_states(
-    config: Gpt2Config,
-    weights: Weights,
-    mode: str,
-    tokens: Array,
-    positions: Array,
-    attention: Attention,
+    config: Gpt2Config, weights: Weights, mode: str, batch: Batch, pool: PagePool
 ) -> Array:
-    """The result of the last block, before the final norm.
-
-    Args:
-        tokens: int32, (batch, seqlen) or (total,).
-        positions: like tokens.
-        attention: of a layer, see `PromptAttention`.
-    """
-    x = embedding(tokens, weights.token_embedding, positions, weights.position_embedding)
+    """The result of the last block, before the final norm, (rows, width)."""
+    x = embedding(
+        batch.tokens, weights.token_embedding, batch.row_positions, weights.position_embedding
+    )
+    attention = PagedAttention(batch, pool, mode == "naive")
     block = fused_block if mode == "fused" else plain_block
     for layer, of_block in enumerate(weights.blocks):
         x = block(config, of_block, x, functools.partial(attention, layer))
-    return x
+    return x if batch.last is None else embedding(batch.last, x)  # a gather of rows
 
 
 def fused_block(config: Gpt2Config, w: BlockWeights, x: Array, attention: Callable) -> Array:

@@ -12,10 +12,11 @@ from cupyflash import machine
 from ...ops.block.block import BlockStack
 from ...ops.decode.sampling import GREEDY, Sampling
 from ...runtime.array import Array
+from ..engine.request import check_prompts
 from ..place import numpy_dtype
 from . import generate
 from .config import FUNCTION, SIZES, Gpt2Config
-from .decoder import Decoder, Room, free_memory, way_to_decode
+from .decoder import Decoder, PagedGpt2, Room, free_memory, way_to_decode
 from .layers import MODES
 from .weights import Weights, load_weights, random_weights
 
@@ -35,7 +36,7 @@ class Gpt2:
         self.config, self.weights, self.mode = config, weights, mode
         self.on_gpu = not isinstance(weights.token_embedding, numpy.ndarray)
         self.dtype = weights.token_embedding.dtype
-        self._idle: dict[tuple, Decoder] = {}  # the last one that ended, to be used again
+        self._idle: dict[tuple, Any] = {}  # the run that ended last, to be used again
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without what a run has made, which belongs to this process and its GPU."""
@@ -81,6 +82,11 @@ class Gpt2:
         xp, dtype = _place(device, dtype)
         return cls(config, random_weights(config, dtype, xp.asarray, seed), mode=mode)
 
+    @property
+    def paged(self) -> PagedGpt2:
+        """The model as an `Engine` takes it."""
+        return PagedGpt2(self.config, self.weights, self.mode)
+
     @functools.cached_property
     def stack(self) -> BlockStack:
         """All blocks as one kernel for a token."""
@@ -103,11 +109,12 @@ class Gpt2:
             ValueError: no prompt, an empty one, one beyond the context, a token out of range.
             MemoryError: it does not fit; says what would.
         """
-        generate.check_prompts("logits", self.config, prompts)
+        config = self.config
+        prompts = check_prompts("logits", prompts, config.vocabulary, config.context)
         lengths = [len(prompt) for prompt in prompts]
         with self.room(len(prompts), max(lengths), every=True):
-            decoder = Decoder(self, len(prompts), max(lengths), "eager")
-            every = decoder.prefill(prompts, every=True).astype("float32")
+            decoder = Decoder(self, len(prompts), max(lengths))
+            every = decoder.run(decoder.prepare(prompts, every=True)).astype("float32")
         ends = numpy.cumsum([0, *lengths]).tolist()
         return [every[a:b] for a, b in zip(ends, ends[1:])]
 
@@ -174,9 +181,9 @@ class Gpt2:
         return self._stream("stream", decode, given)
 
     def _stream(self, function: str, decode: str, given: tuple) -> Iterator[list[int | None]]:
-        request = generate.checked(function, self.config, *given)
-        how = way_to_decode(function, self, decode, len(request.prompts))
-        return generate.stream(self, request, how)
+        wanted = generate.checked(function, self.config, *given)
+        how = way_to_decode(function, self, decode, len(wanted.prompts))
+        return generate.stream(self, wanted, how)
 
     def room(self, batch: int, length: int, *, held: int = 0, every: bool = False) -> Room:
         """A context in which running out of memory names what would fit.
@@ -189,18 +196,22 @@ class Gpt2:
         free = None if free is None else free + held
         return Room(self.config, self.dtype.itemsize, batch, length, free, every)
 
-    def idle_decoder(self, batch: int, length: int, how: str) -> Decoder | None:
-        """The last decoder if it has this size; it has one user until it is given back."""
-        decoder = self._idle.pop((batch, length, how), None)
-        self._idle.clear()  # its memory may be needed
-        if decoder is not None:
-            decoder.model = self
-        return decoder
+    def idle_run(self, batch: int, length: int, how: str) -> Any:
+        """The last run, an `Engine` or a `Decoder`, if it has this size; None if it has not.
 
-    def give_decoder(self, decoder: Decoder) -> None:
-        """Keep a decoder for the next run of this size; it holds no reference to the model."""
-        cache, decoder.model = decoder.cache, None
-        self._idle = {(cache.batch, cache.max_length, decoder.how): decoder}
+        It has one user until it is given back.
+        """
+        run = self._idle.pop((batch, length, how), None)
+        self._idle.clear()  # its memory may be needed
+        if isinstance(run, Decoder):
+            run.model = self
+        return run
+
+    def give_run(self, run: Any, size: tuple[int, int, str]) -> None:
+        """Keep a run for the next one of this size; it holds no reference to the model."""
+        if isinstance(run, Decoder):
+            run.model = None
+        self._idle = {size: run}
 
     @functools.cached_property
     def stack_problem(self) -> str:

@@ -190,23 +190,32 @@ def sample(library: Any, arrays: Sequence[Array], sampling: Any, limit: int) -> 
     """`cupyflash.ops.decode.sampling.sample` on arrays of a library on the CPU.
 
     Args:
-        arrays: logits and out, and tokens, positions and ends if there is a state.
+        arrays: logits, out, tokens, positions, ends, choices; None for those that are not given.
         sampling: a `Sampling` with a seed.
     """
-    logits, out, *state = arrays
-    places = library.to_list(state[1]) if state else [0] * len(logits)
+    logits, out, tokens, positions, ends, choices = arrays
+    places = [0] * len(logits) if positions is None else library.to_list(positions)
+    same = sampling.scale, sampling.top_k, sampling.part
+    ways = [(*same, row, sampling.seed) for row in range(len(places))]
+    if choices is not None:
+        ways = [_way(words) for words in library.to_numpy(choices).view("uint32")]
     for row, (values, position) in enumerate(zip(library.to_numpy(logits), places)):
-        if sampling.temperature == 0:
-            token = greedy_row(values)
-        else:
-            scale, options = numpy.float32(sampling.scale), (sampling.top_k, sampling.part)
-            token = sample_row(values, scale, *options, sampling.seed, (position, row))
+        scale, top_k, top_p, number, seed = ways[row]
+        token = greedy_row(values)
+        if scale and token >= 0:
+            scale = numpy.float32(scale)
+            token = sample_row(values, scale, top_k, top_p, seed, (position, number))
         out[row] = token
-        if state:
-            tokens, positions, ends = state
+        if positions is not None:
             tokens[row] = max(token, 0)
             positions[row] = min(position + 1, limit)
             ends[row] = min(position + 1, limit) + 1
+
+
+def _way(words: numpy.ndarray) -> tuple[float, int, int, int, int]:
+    """Scale, top_k, top_p, number and seed from a row of choices, uint32."""
+    _, top_k, top_p, number, low, high = words.tolist()
+    return float(words[:1].view("float32")[0]), top_k, top_p, number, high << 32 | low
 
 
 def weights(distance: numpy.ndarray, scale: float) -> numpy.ndarray:

@@ -1,11 +1,12 @@
 """Tokens from logits: greedy, temperature, top-k, top-p; on the GPU in one launch."""
 
 import dataclasses
-import itertools
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy
 
 from ...runtime.array import Array, View
 from ...runtime.checks import integer_within, plain_real, require_grid, require_plain, short
@@ -25,10 +26,14 @@ LEAST_TEMPERATURE = 1e-30
 REALS = ("temperature", "top_p")
 
 TOKENS = Spec(("rows",), "int32")
+STATE = "tokens", "positions", "ends"
 SPECS = {
     "logits": Spec(("rows", "vocabulary"), strides=1),
-    **dict.fromkeys(("out", "tokens", "positions", "ends"), TOKENS),
+    "out": TOKENS,
+    **dict.fromkeys(STATE, TOKENS._replace(optional=True)),
+    "choices": Spec(("rows", structs.CHOICE_WORDS), "int32", optional=True),
 }
+WRITTEN = "out", *STATE
 
 _plans = Plans()
 
@@ -110,12 +115,29 @@ class DecodeState(NamedTuple):
     ends: Array
 
 
+def choice_words(samplings: Sequence[Sampling], numbers: Sequence[int]) -> numpy.ndarray:
+    """int32 (rows, 6), the ``choices`` of `sample` that say the same as these, one for each row.
+
+    Args:
+        samplings: with seeds.
+        numbers: from 0 to 2^32 - 1, what stands for each row in the counter of its random numbers:
+            a row of number i draws what row i draws without choices.
+    """
+    words = numpy.zeros((len(samplings), structs.CHOICE_WORDS), "uint32")
+    for row, sampling, number in zip(words, samplings, numbers):
+        scale = numpy.float32(sampling.scale).view("uint32")
+        seed = sampling.seed
+        row[:] = scale, sampling.top_k, sampling.part, number, seed & 0xFFFFFFFF, seed >> 32
+    return words.view("int32")
+
+
 def sample(
     logits: Array,
     sampling: Sampling = GREEDY,
     *,
     out: Array,
     state: DecodeState | None = None,
+    choices: Array | None = None,
     limit: int = MAX_LIMIT,
 ) -> None:
     """A token from each row of logits; equal calls give equal tokens on every device.
@@ -130,6 +152,8 @@ def sample(
             but -infinity.
         state: its positions are counters of the random numbers, with the number of the row (None
             is 0); it advances by a token, but positions not beyond ``limit``.
+        choices: int32 (rows, 6), instead of sampling: how for each row, see `choice_words`; it is
+            read on the device only, so that a CUDA graph can replay the call with others.
         limit: see state; from 0 to 2^31 - 2.
 
     Raises:
@@ -144,44 +168,51 @@ def sample(
     if state is not None and not isinstance(state, DecodeState):
         raise TypeError(f"sample: state must be a DecodeState or None, got {short(state)}")
     limit = integer_within("sample", "limit", limit, 0, MAX_LIMIT)
-    SAMPLE("sample", (logits, out, *(state or ())), (sampling, limit))
+    if choices is not None and sampling != GREEDY:
+        fact = "sampling must be left out beside choices"
+        raise ValueError(f"sample: {fact}, got {sampling}")
+    SAMPLE("sample", (logits, out, *(state or (None,) * 3), choices), (sampling, limit))
 
 
 def run(
-    function: str, library: Any, arrays: tuple[Array, ...], options: tuple[Sampling, int]
+    function: str, library: Any, arrays: tuple[Array | None, ...], options: tuple[Sampling, int]
 ) -> tuple[None, ...]:
-    """`sample`; the arrays are logits, out, and if there is a state its tokens, positions, ends."""
-    (sampling, limit), (_, *written) = options, arrays
+    """`sample`; the arrays are those of `SPECS`."""
+    sampling, limit = options
     if library.on_cpu(arrays[0]):
-        views = _check(library, *arrays)
-        Written(function, views, tuple(views)[1:]).check([library.pointer(x) for x in arrays])
+        views = _check(library, arrays)
+        written = [name for name in WRITTEN if name in views]
+        given = [library.pointer(x) for x in arrays if x is not None]
+        Written(function, views, written).check(given)
         reference.sample(library, arrays, sampling.with_seed(), limit)
         return ()
     if is_followed(library, arrays):
-        _check(library, *arrays)
+        _check(library, arrays)
     key, pointers = _plans.key(library, arrays, (sampling.kind, limit))
     plan = _plans.get(key)
     if plan is None:
-        views = _check(library, *arrays)
+        views = _check(library, arrays)
         plan = _plans.add(key, SamplePlan(library, views, sampling, limit))
-    plan.written.check(pointers)
+    plan.written.check([y for x, y in zip(arrays, pointers) if x is not None])
     plan(pointers, secrets.randbits(64) if sampling.seed is None else sampling.seed)
-    library.wrote(*written)
+    library.wrote(*(x for x in arrays[1:5] if x is not None))
     return ()
 
 
 SAMPLE = Operation(run, native="logits")
 
 
-def _check(library: Any, logits: Array, *written: Array) -> dict[str, View]:
+def _check(library: Any, arrays: tuple[Array | None, ...]) -> dict[str, View]:
     """Views of all arrays; logits may require a gradient, as tokens have none."""
+    logits, *others = arrays
     if library.traced(logits):
         fact = "logits must be an array with memory of its own, outside of transforms of torch"
         raise NotImplementedError(f"sample: {fact}, got {short(logits)}")
-    specs = dict(itertools.islice(SPECS.items(), 1 + len(written)))
+    stateless = all(x is None for x in arrays[2:5])
+    specs = SPECS if stateless else SPECS | dict.fromkeys(STATE, TOKENS)
     vocabulary = range(1, MAX_COLUMNS)
-    views = views_of("sample", library, specs, (logits, *written), vocabulary=vocabulary)
-    require_plain("sample", library, written)
+    views = views_of("sample", library, specs, arrays, vocabulary=vocabulary)
+    require_plain("sample", library, [x for x in others if x is not None])
     return views
 
 
@@ -193,7 +224,7 @@ class SamplePlan(Plan):
     ) -> None:
         logits = views["logits"]
         super().__init__(logits.device)
-        self.written = Written("sample", views, tuple(views)[1:])
+        self.written = Written("sample", views, [name for name in WRITTEN if name in views])
         self.library = library
         rows, columns = logits.shape
         self.empty = rows == 0
@@ -207,14 +238,14 @@ class SamplePlan(Plan):
             limit=limit,
             scale=sampling.scale,
         )
-        config = kernels.Sample(logits.dtype, sampling.temperature == 0)
+        greedy = sampling.temperature == 0 and "choices" not in views
+        config = kernels.Sample(logits.dtype, greedy)
         self.launch = Launch(config, logits.device, require_grid("sample", rows, rows), params)
 
     def run(self, pointers: list[int], seed: int) -> None:
-        """``pointers`` of logits and out, and of tokens, positions and ends if there is a state."""
+        """``pointers`` of the arrays of `SPECS`."""
         if not self.empty:
-            logits, out, *state = pointers
-            tokens, positions, ends = state or (0, 0, 0)
+            logits, out, tokens, positions, ends, choices = pointers
             stream = self.library.stream(self.device_id)
-            values = (logits, positions, out, tokens, ends, seed)
+            values = (logits, positions, out, tokens, ends, choices, seed)
             self.launch.start(stream, self.launch.argument(*values))

@@ -1,15 +1,18 @@
-"""``python -m cupyflash gpt2``: text from a checkpoint or from random weights."""
+"""``python -m cupyflash generate``: text from a checkpoint or from random weights."""
 
 import argparse
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from ..models.engine import Engine
 from ..models.gpt2 import Gpt2, Sampling, load_tokenizer
-from ..models.gpt2.config import SIZES
 from ..models.gpt2.decoder import DECODES
 from ..models.gpt2.layers import MODES
-from ..models.gpt2.tokenizer import ByteTokenizer, TextStream
+from ..models.gpt2.tokenizer import ByteTokenizer, StopStrings, TextStream
+from ..models.loading import load_model, random_model
+from .chat import chat_prompts, has_template
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 NEW_TOKENS = 64
@@ -17,15 +20,20 @@ NEW_TOKENS = 64
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
-        "gpt2",
-        help="text from a GPT-2 on these kernels, without torch",
-        description="Prints text as it comes, then tokens per second.",
+        "generate",
+        help="text from a language model on these kernels, without torch",
+        description="Prints text as it comes, that of several prompts at the end, then tokens per "
+        "second.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     add = parser.add_argument
     source.add_argument("--model", metavar="DIR", help="checkpoint folder of Hugging Face")
-    source.add_argument("--random", choices=SIZES, help="random weights of this size")
+    sizes = "random weights of a size, such as tiny and small of GPT-2, or llama-3.2-1b"
+    source.add_argument("--random", metavar="SIZE", help=sizes)
     add("--prompt", action="append", metavar="TEXT", help="may be given several times: a batch")
+    add("--prompts", metavar="FILE", help="a prompt in each line that is not empty")
+    text = "leave out the chat template, which prompts get where the tokenizer has one"
+    add("--plain", action="store_true", help=text)
     text = f"default {NEW_TOKENS}, or what the context has room for"
     add("--max-new-tokens", type=int, metavar="N", help=text)
     add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
@@ -37,46 +45,75 @@ def add_parser(commands: Any) -> None:
     add("--stop", action="append", metavar="TEXT", help="ends a text, may be given several times")
     add("--dtype", choices=DTYPES, help="default fp16 on a GPU, fp32 on the CPU")
     add("--device", choices=("gpu", "cpu"), help="default the GPU if there is one")
-    add("--mode", choices=MODES, default="fused", help="naive and flash are for comparison")
-    add("--decode", choices=DECODES, default="auto", help="how a step runs")
+    add("--mode", choices=MODES, default="fused", help="of GPT-2; naive and flash are to compare")
+    add("--decode", choices=DECODES, default="auto", help="how a step of GPT-2 runs")
     parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code."""
-    if not arguments.prompt:
+    texts = list(arguments.prompt or ())
+    if arguments.prompts:
+        lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()
+        texts += [line for line in lines if line.strip()]
+    if not texts:
         raise ValueError("--prompt must be given, got none")
     # Checked before anything is loaded.
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if sampling.temperature == 0 and (idle := _given(arguments, "top_k", "top_p", "seed")):
         raise ValueError(f"{idle[0]} needs a --temperature above 0, got 0, which is greedy")
-    options = {
-        "dtype": DTYPES.get(arguments.dtype),
-        "device": arguments.device,
-        "mode": arguments.mode,
-    }
+    options = {"dtype": DTYPES.get(arguments.dtype), "device": arguments.device}
     if arguments.model:
         tokenizer = load_tokenizer(arguments.model)
-        model = Gpt2.from_folder(arguments.model, **options)
+        model = load_model(arguments.model, **options)
     else:
-        tokenizer, model = ByteTokenizer(), Gpt2.random(arguments.random, **options)
-    prompts = [tokenizer.encode(text) for text in arguments.prompt]
+        tokenizer, model = ByteTokenizer(), random_model(arguments.random, **options)
+    if arguments.model and not arguments.plain and has_template(arguments.model):
+        prompts, shown = chat_prompts(arguments.model, tokenizer, texts), ["" for _ in texts]
+    else:
+        prompts, shown = [tokenizer.encode(text) for text in texts], texts
     start = time.perf_counter()
-    steps = model.stream(
-        prompts,
-        NEW_TOKENS if arguments.max_new_tokens is None else arguments.max_new_tokens,
-        sampling,
-        end_of_text=arguments.end,
-        stop_strings=arguments.stop or (),
-        tokenizer=tokenizer,
-        decode=arguments.decode,
-    )
-    _check_room(arguments.max_new_tokens or 0, max(map(len, prompts)), model.config.context)
+    steps = _steps(arguments, model, tokenizer, prompts, sampling)
+    _check_room(arguments.max_new_tokens or 0, max(map(len, prompts)), model.config.max_positions)
     clock = Clock(steps, start)
     show = _show_one if len(prompts) == 1 else _show_batch
-    show(tokenizer, arguments.prompt, clock)
+    show(tokenizer, shown, clock)
     _print_speed(clock, sum(map(len, prompts)))
     return 0
+
+
+def _steps(
+    arguments: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    sampling: Sampling,
+) -> Iterator[list[int | None]]:
+    """New tokens of all prompts, as they come."""
+    count = NEW_TOKENS if arguments.max_new_tokens is None else arguments.max_new_tokens
+    strings = arguments.stop or ()
+    if isinstance(model, Gpt2):
+        return Gpt2(model.config, model.weights, mode=arguments.mode).stream(
+            prompts,
+            count,
+            sampling,
+            end_of_text=arguments.end,
+            stop_strings=strings,
+            tokenizer=tokenizer,
+            decode=arguments.decode,
+        )
+    if idle := _given(arguments, "mode", "decode"):
+        raise ValueError(f"{idle[0]} is for GPT-2, got a {type(model).__name__}")
+    if not all(strings):
+        raise ValueError("--stop must have characters, got none")
+    stop = StopStrings(tokenizer, strings) if strings else None
+    engine = Engine(model, max_length=_longest(model, prompts, count))
+    return engine.stream(prompts, count, sampling, stop_tokens=arguments.end, stop=stop)
+
+
+def _longest(model: Any, prompts: list[list[int]], count: int) -> int:
+    """The length that the engine must have room for."""
+    return min(model.config.max_positions, max(map(len, prompts)) + max(1, count))
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> list[str]:
@@ -120,11 +157,18 @@ def _show_one(tokenizer: Any, texts: list[str], clock: Clock) -> None:
 
 def _show_batch(tokenizer: Any, texts: list[str], clock: Clock) -> None:
     """Text of several sequences cannot be shown as it comes: each is shown at the end."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     results: list[list[int]] = [[] for _ in texts]
-    for tokens in clock:
-        for result, token in zip(results, tokens):
-            if token is not None:
-                result.append(token)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("texts", total=len(texts))
+        for tokens in clock:
+            for result, token in zip(results, tokens):
+                if token is not None:
+                    result.append(token)
+            bar.update(task, completed=tokens.count(None))
     for number, (text, result) in enumerate(zip(texts, results)):
         print(f"[{number}] {text}{tokenizer.decode(result)}")
 

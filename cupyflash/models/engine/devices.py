@@ -1,0 +1,250 @@
+"""Where an engine computes: arrays of NumPy, CuPy or torch, copies that do not wait, CUDA graphs.
+
+Everything is enqueued on the current stream of the library, in order. `Device.write` copies numbers
+from memory of its own, so that the caller may change them at once, and `Device.read` returns before
+the numbers have come.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+
+from ...runtime.array import Array
+from ...runtime.launch import dependent_launches
+from ...runtime.lookup import library_of
+from ...runtime.scratch import no_garbage_collected
+
+STAGES = 8  # pinned buffers of copies to the device; a copy waits for the eighth before it
+
+
+class Device:
+    """The CPU, with NumPy; the base class of the others.
+
+    Args:
+        like: an array there, whose dtype the pools of keys and values have.
+
+    Attributes:
+        captures: whether it has CUDA graphs.
+    """
+
+    captures = False
+
+    def __init__(self, like: Array) -> None:
+        self.like = like
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Context in which the device is the current one, and nothing records a gradient."""
+        yield
+
+    def pool(self, shape: tuple[int, ...]) -> Array:
+        """Zeros with the dtype of ``like``."""
+        return numpy.zeros(shape, self.like.dtype)
+
+    def integers(self, *shape: int) -> Array:
+        """Zeros, int32."""
+        return numpy.zeros(shape, "int32")
+
+    def write(self, target: Array, values: numpy.ndarray) -> None:
+        """Copy int32 numbers into a contiguous array of their shape."""
+        target[...] = values
+
+    def read(self, x: Array) -> Callable[[], list[int]]:
+        """A function that waits for the numbers of x, as they are now in the stream's order."""
+        found = x.tolist()
+        return lambda: found
+
+    def take(self, x: Array, rows: Array) -> Array:
+        """x[rows], a copy."""
+        return x[rows]
+
+    def free_memory(self) -> int | None:
+        """Bytes that can be allocated; None on the CPU, where nobody knows."""
+        return None
+
+    def capture(self, launches: Callable[[], Array]) -> Callable[[], Array]:
+        """A function that repeats the launches on the same arrays, and returns the same result.
+
+        They must be repeatable, since they run before they are captured: kernels are compiled then,
+        and what is kept is allocated.
+        """
+        raise NotImplementedError("engine: a CUDA graph needs a GPU, got arrays on the CPU")
+
+
+class CupyDevice(Device):
+    """A GPU, with CuPy."""
+
+    captures = True
+
+    def __init__(self, like: Array) -> None:
+        super().__init__(like)
+        import cupy
+        import cupyx
+
+        self.cupy, self.empty_pinned = cupy, cupyx.empty_pinned
+        self.graph_pool = cupy.cuda.MemoryPool()
+        self.stages: list[tuple[numpy.ndarray, Any]] = []  # used in turn, the next one first
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        with self.like.device:
+            yield
+
+    def pool(self, shape: tuple[int, ...]) -> Array:
+        with self.like.device:
+            return self.cupy.zeros(shape, self.like.dtype)
+
+    def integers(self, *shape: int) -> Array:
+        with self.like.device:
+            return self.cupy.zeros(shape, "int32")
+
+    def write(self, target: Array, values: numpy.ndarray) -> None:
+        if not values.size:
+            return
+        buffer, event = self._stage(values.size)
+        staged = buffer[: values.size].reshape(values.shape)
+        staged[...] = values
+        stream = self.cupy.cuda.get_current_stream()
+        target.set(staged, stream=stream)
+        event.record(stream)
+
+    def _stage(self, size: int) -> tuple[numpy.ndarray, Any]:
+        """A pinned buffer that no copy reads any more, and the event to record behind the next."""
+        if len(self.stages) < STAGES:
+            buffer, event = self.empty_pinned(size, "int32"), self.cupy.cuda.Event()
+        else:
+            buffer, event = self.stages.pop(0)
+            event.synchronize()
+            if buffer.size < size:
+                buffer = self.empty_pinned(size, "int32")
+        self.stages.append((buffer, event))
+        return buffer, event
+
+    def read(self, x: Array) -> Callable[[], list[int]]:
+        stream, host = self.cupy.cuda.get_current_stream(), self.empty_pinned(x.shape, "int32")
+        x.get(stream=stream, out=host, blocking=False)
+        event = stream.record()
+
+        def wait() -> list[int]:
+            event.synchronize()
+            return host.tolist()
+
+        return wait
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return self.cupy.take(x, rows)
+
+    def free_memory(self) -> int | None:
+        free, _ = self.cupy.cuda.runtime.memGetInfo()
+        return free + self.cupy.get_default_memory_pool().free_bytes()
+
+    def capture(self, launches: Callable[[], Array]) -> Callable[[], Array]:
+        current = self.cupy.cuda.get_current_stream
+        stream = self.cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(current().record())
+        # The graphs of a device run one after the other, and what one of them leaves behind is read
+        # before the next begins: they share memory, which belongs to none of them.
+        with self.cupy.cuda.using_allocator(self.graph_pool.malloc), stream, no_garbage_collected():
+            launches()
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                with dependent_launches():
+                    result = launches()
+            finally:
+                graph = stream.end_capture()
+
+        def replay() -> Array:
+            graph.launch(current())
+            return result
+
+        return replay
+
+
+class TorchDevice(Device):
+    """The CPU or a GPU, with torch."""
+
+    def __init__(self, like: Array) -> None:
+        super().__init__(like)
+        import torch
+
+        self.torch, self.captures = torch, like.is_cuda
+        self.graph_pool = torch.cuda.graph_pool_handle() if like.is_cuda else None
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        with self.torch.no_grad(), self.torch.cuda.device(self.like.get_device()):
+            yield  # the device -1, the CPU, changes nothing
+
+    def pool(self, shape: tuple[int, ...]) -> Array:
+        # Steps write to it: inference tensors could be written in inference mode only.
+        with self.torch.inference_mode(False):
+            return self.torch.zeros(shape, dtype=self.like.dtype, device=self.like.device)
+
+    def integers(self, *shape: int) -> Array:
+        with self.torch.inference_mode(False):
+            return self.torch.zeros(shape, dtype=self.torch.int32, device=self.like.device)
+
+    def write(self, target: Array, values: numpy.ndarray) -> None:
+        source = self.torch.from_numpy(numpy.array(values, "int32"))
+        if self.captures:  # torch keeps pinned memory from others until its copy has ended
+            source = source.pin_memory()
+        target.copy_(source, non_blocking=self.captures)
+
+    def read(self, x: Array) -> Callable[[], list[int]]:
+        if not self.captures:
+            return super().read(x)
+        host = self.torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        host.copy_(x, non_blocking=True)
+        event = self.torch.cuda.Event()
+        event.record()
+
+        def wait() -> list[int]:
+            event.synchronize()
+            return host.tolist()
+
+        return wait
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return x.index_select(0, rows)
+
+    def free_memory(self) -> int | None:
+        if not self.captures:
+            return None
+        cuda = self.torch.cuda
+        return cuda.mem_get_info()[0] + cuda.memory_reserved() - cuda.memory_allocated()
+
+    def capture(self, launches: Callable[[], Array]) -> Callable[[], Array]:
+        if not self.captures:
+            return super().capture(launches)
+        cuda = self.torch.cuda
+        stream, graph = cuda.Stream(), cuda.CUDAGraph()
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):
+            launches()
+        # As with CuPy the graphs share memory.
+        options = {"pool": self.graph_pool, "stream": stream, "capture_error_mode": "thread_local"}
+        with no_garbage_collected(), cuda.graph(graph, **options), dependent_launches():
+            result = launches()
+
+        def replay() -> Array:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def device_of(like: Array) -> Device:
+    """The device of an array of NumPy, CuPy or torch.
+
+    Raises:
+        TypeError: any other object.
+    """
+    library = library_of(like)
+    kinds = {"numpy.ndarray": Device, "cupy.ndarray": CupyDevice, "torch.Tensor": TorchDevice}
+    if library is None:
+        fact = "arrays must be NumPy or CuPy arrays or torch tensors"
+        raise TypeError(f"engine: {fact}, got {type(like).__name__}")
+    return kinds[library.name](like)

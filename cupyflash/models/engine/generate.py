@@ -1,0 +1,279 @@
+"""The engine: requests that come and go, and steps of a model for all of them at once."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ...ops.decode.sampling import GREEDY, Sampling
+from ...runtime.checks import integer_within, short
+from .decoder import Decoder
+from .pool import PagePool
+from .request import Request, check_ends, check_prompt, check_sampling, is_sequence, not_finite
+from .scheduler import Scheduler
+
+PAGE_SIZE = 64
+MAX_BATCH = 64
+MEMORY_PART = 0.85  # of what is free; the rest is for what steps compute
+CPU_TOKENS = 2**15  # in the pages of an engine on the CPU, where nobody knows what is free
+
+
+class Engine:
+    """Generates tokens for many requests at once: each step is for all that can go on.
+
+    Requests come at any time, have prompts and answers of any lengths and each its own sampling.
+    Greedy or with a seed, a request gets the tokens that it gets alone, but where rounding decides:
+    ``num_splits=1`` removes what the other requests of a step change in attention.
+
+    Args:
+        model: a language model: ``config`` with ``layers``, ``heads_kv``, ``head_dim``,
+            ``vocab_size``, ``max_positions`` and ``eos_token_ids``; ``like``, one of its arrays;
+            ``logits(batch, pool)``, float32 (wanted, vocab_size) of a `Batch`.
+        pages: of the pool, with one for padding; None takes most of the free memory of a GPU.
+        page_size: tokens of a page.
+        max_batch: the most requests that decode at once.
+        max_length: the most tokens of a request; None: what the model and the pool have room for.
+        graphs: whether steps of decoding are CUDA graphs; None: where there is a GPU, but not under
+            CUPYFLASH_DEBUG=1, which reads arrays on the host.
+        num_splits: 1 to 128 fixes how attention divides the keys; 0 leaves it to each step.
+
+    Raises:
+        ValueError: sizes, graphs on the CPU.
+        MemoryError: the pages do not fit.
+
+    Sources: pages, arXiv:2309.06180; batches that change from step to step: Orca, OSDI 2022.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        max_batch: int = MAX_BATCH,
+        max_length: int | None = None,
+        graphs: bool | None = None,
+        num_splits: int = 0,
+    ) -> None:
+        whole = functools.partial(integer_within, "Engine")
+        most = model.config.max_positions
+        page_size = whole("page_size", page_size, 1, 2**16)
+        max_batch = whole("max_batch", max_batch, 1, 2**16)
+        length = most if max_length is None else whole("max_length", max_length, 1, most)
+        if pages is None:
+            pages = _pages(model, page_size, max_batch, length)
+        pages = whole("pages", pages, 2, 2**31 - 1)
+        config, room = model.config, (pages - 1) * page_size
+        self.model, self.max_length = model, min(length, room)
+        shape = config.layers, pages, page_size, config.heads_kv, config.head_dim
+        self.pool = PagePool(*shape, model.like)
+        self.scheduler = Scheduler(self.pool, max_batch)
+        widest = self.pool.count(self.max_length)
+        num_splits = whole("num_splits", num_splits, 0, 128)
+        self.decoder = Decoder(model, self.pool, max_batch, widest, graphs, num_splits)
+        self._unread: tuple[list[Request], Callable[[], list[int]]] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request goes on, or has tokens that nobody has read."""
+        return self.scheduler.busy or self._unread is not None
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        *,
+        stop_tokens: int | Sequence[int] | None = None,
+        stop: Any = None,
+        number: int = 0,
+    ) -> Request:
+        """Put a new request behind those that wait; `step` fills in its tokens.
+
+        Args:
+            prompt: tokens, at least one, at most ``max_length``.
+            max_new_tokens: at least 1; the request also ends where its length does.
+            sampling: how its tokens are chosen; seed=None draws one.
+            stop_tokens: what ends it and is no part of it; None is what the model says, -1 nothing.
+            stop: None, or an object whose ``end(tokens)`` says whether these new tokens, which are
+                part of the result, end the text; it is called after each of them.
+            number: from 0 to 2^32 - 1; requests with one seed and different numbers draw different
+                tokens.
+
+        Raises:
+            TypeError: no numbers, no sampling.
+            ValueError: a prompt, number or token that cannot be.
+        """
+        request = self._request(prompt, max_new_tokens, sampling, stop_tokens, stop, number)
+        self.scheduler.waiting.append(request)
+        return request
+
+    def _request(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: int | Sequence[int] | None,
+        stop: Any,
+        number: int,
+    ) -> Request:
+        """A request that has been checked."""
+        config = self.model.config
+        tokens = check_prompt("submit", prompt, config.vocab_size, self.max_length)
+        most = integer_within("submit", "max_new_tokens", max_new_tokens, 1, 2**31 - 1)
+        given = "submit", "stop_tokens", stop_tokens
+        return Request(
+            tokens,
+            min(most, self.max_length + 1 - len(tokens)),  # the last one needs no place
+            check_sampling("submit", sampling),
+            check_ends(*given, config.eos_token_ids, config.vocab_size),
+            stop,
+            integer_within("submit", "number", number, 0, 2**32 - 1),
+        )
+
+    def step(self) -> list[Request]:
+        """Enqueue a step and read the tokens of the one before it.
+
+        Returns:
+            The requests that have got a token or ended; empty after the first step of many.
+
+        Raises:
+            Whatever the model raises, such as MemoryError; all requests are cancelled then.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self._unread, scheduler = None, self.scheduler
+            for request in (*scheduler.rows, *scheduler.prompts, *scheduler.waiting):
+                self.cancel(request)
+            raise
+
+    def _step(self) -> list[Request]:
+        with self.decoder.device.current():
+            changed = self._read() if self.scheduler.must_preempt else []
+            scheduler, unread = self.scheduler, None
+            if chunks := scheduler.next_prompts():
+                tokens = self.decoder.prefill(chunks, scheduler.rows)
+                unread = [chunk.request for chunk in chunks if chunk.ends], tokens
+            elif scheduler.rows:
+                rows = scheduler.next_rows()
+                unread = rows, self.decoder.decode(rows)
+            if unread:
+                scheduler.was_enqueued(unread[0])
+            changed += self._read()
+            self._unread = unread
+        return changed
+
+    def cancel(self, request: Request) -> None:
+        """End a request; nothing happens to one that has ended."""
+        if not request.reason:
+            request.reason = "cancelled"
+            self.scheduler.leave(request)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        *,
+        stop_tokens: int | Sequence[int] | None = None,
+        stop: Any = None,
+    ) -> list[list[int]]:
+        """The new tokens of each prompt; arguments as of `submit`, or one for each prompt.
+
+        Prompt i has the number i. Other requests of the engine go on meanwhile.
+
+        Raises:
+            TypeError, ValueError: see `submit`.
+            RuntimeError: logits are not finite.
+        """
+        steps = self.stream(prompts, max_new_tokens, sampling, stop_tokens=stop_tokens, stop=stop)
+        results: list[list[int]] = [[] for _ in prompts]
+        for tokens in steps:
+            for result, token in zip(results, tokens):
+                if token is not None:
+                    result.append(token)
+        return results
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        *,
+        stop_tokens: int | Sequence[int] | None = None,
+        stop: Any = None,
+    ) -> Iterator[list[int | None]]:
+        """`generate`, as tokens come: one for each prompt at a time, None where its text has ended.
+
+        Arguments are checked here; the requests are submitted when the first tokens are asked for.
+        Whoever leaves the stream cancels them.
+        """
+        if not is_sequence(prompts) or len(prompts) == 0:
+            fact = "prompts must be sequences of tokens"
+            raise ValueError(f"stream: {fact}, got {short(prompts)}")
+        counts = _each("max_new_tokens", max_new_tokens, len(prompts))
+        ways = _each("sampling", sampling, len(prompts))
+        requests = [
+            self._request(*given, stop_tokens, stop, number)
+            for number, given in enumerate(zip(prompts, counts, ways))
+        ]
+        return self._tokens(requests)
+
+    def _tokens(self, requests: list[Request]) -> Iterator[list[int | None]]:
+        self.scheduler.waiting.extend(requests)
+        try:
+            place = 0
+            while True:
+                while any(not x.reason and len(x.tokens) <= place for x in requests):
+                    self.step()
+                for number, request in enumerate(requests):
+                    if request.reason == "nan" and len(request.tokens) <= place:
+                        raise RuntimeError(not_finite(number, place))
+                tokens = [x.tokens[place] if len(x.tokens) > place else None for x in requests]
+                if not any(token is not None for token in tokens):
+                    return
+                yield tokens
+                place += 1
+        finally:
+            for request in requests:
+                self.cancel(request)
+
+    def _read(self) -> list[Request]:
+        """Give the requests of the last step their tokens; some may have ended before it."""
+        if self._unread is None:
+            return []
+        (requests, tokens), self._unread = self._unread, None
+        changed = []
+        for request, token in zip(requests, tokens()):
+            if not request.reason:
+                request.add(token)
+                changed.append(request)
+                if request.reason:
+                    self.scheduler.leave(request)
+        return changed
+
+
+def _each(name: str, value: Any, count: int) -> list:
+    """One value for each prompt.
+
+    Raises:
+        ValueError: another number of them.
+    """
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"stream: {name} must be one, or {count} of them, got {len(value)}")
+    return list(value)
+
+
+def _pages(model: Any, page_size: int, max_batch: int, length: int) -> int:
+    """The pages that fit, and no more than the requests can have."""
+    from .devices import device_of
+
+    config, device = model.config, device_of(model.like)
+    with device.current():
+        free = device.free_memory()
+    of_token = 2 * config.layers * config.heads_kv * config.head_dim * model.like.itemsize
+    most = max_batch * -(-length // page_size)
+    tokens = CPU_TOKENS if free is None else int(MEMORY_PART * free) // of_token
+    return 1 + min(most, max(1, tokens // page_size))

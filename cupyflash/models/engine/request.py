@@ -1,0 +1,165 @@
+"""A request: its prompt, how its tokens are chosen, where it ends, and what has come of it."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy
+
+from ...ops.decode.sampling import Sampling
+from ...runtime.checks import integer_within, is_integer, short
+
+UNENDED = -1  # as the only stop token: none
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """What `Engine.submit` returns; the engine fills in its tokens.
+
+    Attributes:
+        prompt: its tokens.
+        max_new_tokens: the most new tokens.
+        sampling: with a seed.
+        stop_tokens: the tokens that end the text and are no part of it.
+        stop: an object whose ``end(tokens)`` says whether the text ends with the last of these new
+            tokens, or None.
+        number: what stands for it in the counter of the random numbers, so that requests with one
+            seed draw different ones.
+        tokens: the new tokens so far.
+        reason: why it has ended: "stop", "length", "cancelled", or "nan", where a logit was not
+            finite; "" while it goes on.
+        pages: the pages that it has.
+        computed: the tokens that steps over prompts have computed, also of an earlier answer.
+        sampled: the new tokens with those that nobody has read yet.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    stop_tokens: frozenset[int] = frozenset()
+    stop: Any = None
+    number: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    reason: str = ""
+    pages: list[int] = dataclasses.field(default_factory=list)
+    computed: int = 0
+    sampled: int = 0
+
+    @property
+    def known(self) -> list[int]:
+        """The prompt and the new tokens that have been read."""
+        return self.prompt + self.tokens
+
+    @property
+    def position(self) -> int:
+        """Where its last token stands, the one that goes in next; as many keys are in its pages."""
+        return len(self.prompt) + self.sampled - 1
+
+    @property
+    def most_cached(self) -> int:
+        """The tokens that have keys and values at its end; the last new one needs none."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    def add(self, token: int) -> None:
+        """A token has been read; -1 where the logits were no distribution."""
+        if token < 0:
+            self.reason = "nan"
+        elif token in self.stop_tokens:
+            self.reason = "stop"
+        else:
+            self.tokens.append(token)
+            if self.stop is not None and self.stop.end(self.tokens):
+                self.reason = "stop"
+            elif len(self.tokens) == self.max_new_tokens:
+                self.reason = "length"
+
+
+def check_prompt(
+    function: str, prompt: Sequence[int], vocabulary: int, most: int, name: str = "the prompt"
+) -> list[int]:
+    """The tokens of a prompt as plain integers.
+
+    Raises:
+        ValueError: no sequence of at least one token and of ``most`` at most, or a token out of
+            range.
+    """
+    if not is_sequence(prompt):
+        fact = f"{name} must be a sequence of tokens"
+        raise ValueError(f"{function}: {fact}, got {short(prompt)}")
+    if len(prompt) == 0:
+        fact = f"{name} must have at least one token (end-of-text can begin a text)"
+        raise ValueError(f"{function}: {fact}, got none")
+    if len(prompt) > most:
+        fact = f"{name} must have at most {most} tokens, as the context has"
+        raise ValueError(f"{function}: {fact}, got {len(prompt)}")
+    try:
+        tokens = numpy.asarray(prompt)
+    except (TypeError, ValueError, RuntimeError):  # on a GPU, or rows of several lengths
+        tokens = numpy.empty(0)
+    known = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+    if not (known and tokens.min() >= 0 and tokens.max() < vocabulary):
+        fact = f"tokens of {name} must be integers from 0 to {vocabulary - 1}"
+        raise ValueError(f"{function}: {fact}, got {short(prompt[:8])}")
+    return tokens.tolist()
+
+
+def check_prompts(
+    function: str, prompts: Sequence[Sequence[int]], vocabulary: int, most: int
+) -> list[list[int]]:
+    """The tokens of several prompts; see `check_prompt`."""
+    if not is_sequence(prompts) or len(prompts) == 0:
+        raise ValueError(f"{function}: prompts must be sequences of tokens, got {short(prompts)}")
+    return [
+        check_prompt(function, prompt, vocabulary, most, f"prompt {number}")
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def check_sampling(function: str, sampling: Any) -> Sampling:
+    """The sampling, with a seed.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(sampling, Sampling):
+        fact = "sampling must be a Sampling"
+        raise TypeError(f"{function}: {fact}, got {short(sampling)}")
+    return sampling.with_seed()
+
+
+def check_ends(
+    function: str,
+    name: str,
+    tokens: int | Sequence[int] | None,
+    default: Iterable[int],
+    vocabulary: int,
+) -> frozenset[int]:
+    """The tokens that end a text: ``default`` for None, none of -1.
+
+    Raises:
+        TypeError: neither tokens nor None.
+        ValueError: a token out of range.
+    """
+    if tokens is None:
+        return frozenset(default)
+    given: Any = [tokens] if is_integer(tokens) else tokens
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | dict):
+        fact = f"{name} must be a token or several"
+        raise TypeError(f"{function}: {fact}, got {short(tokens)}")
+    last = vocabulary - 1
+    return frozenset(integer_within(function, name, x, UNENDED, last) for x in given)
+
+
+def not_finite(number: int, place: int) -> str:
+    """The error of a prompt whose logits are no distribution at a new token."""
+    return (
+        f"generate: logits must be finite, got NaN or infinity for prompt {number} at new token "
+        f"{place}; bfloat16 and float32 hold larger numbers than float16"
+    )
+
+
+def is_sequence(x: Any) -> bool:
+    """Whether x can be a row of tokens, or several such rows."""
+    if isinstance(x, str | bytes | dict | set | type) or getattr(x, "shape", (1,)) == ():
+        return False
+    return hasattr(x, "__len__") and hasattr(x, "__getitem__")
