@@ -32,11 +32,11 @@ ARCHITECTURES = {(7, 5): "sm80", (8, 0): "sm80", (9, 0): "sm90", (10, 0): "sm80"
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_results(backend, tmp_path):
+def test_results(backend, emulated_kernels):
     """Against float64, in a process that takes itself for one with a Hopper GPU."""
     path = os.pathsep.join((PYTHONPATH, str(SUPPORT)))
     variables = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    command = [sys.executable, str(HERE / "emulated_scores.py"), str(tmp_path), backend]
+    command = [sys.executable, str(HERE / "emulated_scores.py"), str(emulated_kernels), backend]
     done = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, timeout=900
     )
