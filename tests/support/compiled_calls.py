@@ -14,7 +14,7 @@ import cupyflash
 
 PUBLIC = tuple(cupyflash.__all__)
 # What is no computation, or an argument of one.
-NOT_CALLED = {"BlockWeights", "Norm", "Rotary", "warmup"}
+NOT_CALLED = {"BlockWeights", "Mask", "Norm", "Rotary", "Score", "warmup"}
 B, H, D = 2, 4, 64
 SEQLENS = (24, 29)
 WIDTH = H * D
@@ -44,6 +44,13 @@ def attention_like(function, **options):
         return functools.partial(function, causal=True, **options), [p.leaf(B, p.s, H, D)] * 3
 
     return make
+
+
+def flex(p):
+    score = cupyflash.Score(lambda score, b, h, q, k: score - 0.1 * (q - k))
+    mask = cupyflash.Mask(lambda b, h, q, k: k <= q)
+    function = lambda q, k, v: cupyflash.flex_attention(q, k, v, score, mask)
+    return function, [p.leaf(B, H, p.s, D)] * 3
 
 
 def attention_backward(p):
@@ -272,6 +279,7 @@ CALLS = {
         cupyflash.flash_attn_varlen_qkvpacked_func, lengths
     ),
     "flash_attn_with_kvcache": kvcache,
+    "flex_attention": flex,
     "group_norm": group_norm,
     "group_norm_backward": group_norm_backward,
     "index_first_axis": rows_of,
