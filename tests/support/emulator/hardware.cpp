@@ -522,7 +522,7 @@ float operand_at(bool bfloat16, unsigned long long descriptor, bool transposed, 
   return float_of(*shared_pointer<unsigned short>(swizzle(address, row_bytes)), bfloat16);
 }
 
-// A sum of products as a tensor core rounds it: towards zero (python -m bench tensor_core).
+// A sum of products as a tensor core rounds it: towards zero (python -m bench precision).
 float truncate(double sum) {
   const float nearest = float(sum);
   return std::isfinite(nearest) && std::fabs(nearest) > std::fabs(sum)
