@@ -100,6 +100,12 @@ def emulated():
         yield
 
 
+@pytest.fixture(scope="session")
+def emulated_kernels():
+    """The folder of compiled kernels that all processes of a run share."""
+    return Path(os.environ["XDG_CACHE_HOME"]) / "emulated"
+
+
 @pytest.fixture(autouse=True)
 def small_memory_pools():
     """Gives large cached blocks back to the GPU, which other processes of the run share."""

@@ -11,11 +11,11 @@ from targets import has
 
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
-def test_calls(tmp_path):
+def test_calls(emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU, of whatever GPU and backend."""
     variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
     variables["CUPYFLASH_BACKEND"] = ""
-    command = [sys.executable, str(SUPPORT / "emulated_calls.py"), str(tmp_path)]
+    command = [sys.executable, str(SUPPORT / "emulated_calls.py"), str(emulated_kernels)]
     done = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, timeout=500
     )

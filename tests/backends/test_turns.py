@@ -47,10 +47,10 @@ def run_script(name, *arguments, timeout, **variables):
 
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
-def test_every_turn_comes(tmp_path):
+def test_every_turn_comes(emulated_kernels):
     """In random problems, by the code of the kernels: see followed_turns.py."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    run_script("followed_turns.py", tmp_path, timeout=500, **hidden)
+    run_script("followed_turns.py", emulated_kernels, timeout=500, **hidden)
 
 
 @pytest.mark.skipif(not (compute_capability()[0] and has("torch")), reason="needs a GPU and torch")

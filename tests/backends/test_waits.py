@@ -96,11 +96,10 @@ SIZES = st.one_of(st.integers(1, 200), st.integers(1, 4000))
 
 
 @pytest.fixture(scope="module")
-def rows_of_block(tmp_path_factory):
+def rows_of_block(emulated_kernels):
     if not emulator.COMPILER:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("waits")
-    emulator.copy_sources(folder)
+    folder = emulator.prepared(emulated_kernels)
     function = emulator.load(folder, ROWS, "block/decode_stack.cu").rows_of_block
     numbers = [ctypes.c_int, ctypes.c_uint, ctypes.c_uint]
     function.argtypes = [ctypes.c_void_p, *numbers, *[ctypes.POINTER(ctypes.c_int)] * 2]

@@ -63,10 +63,11 @@ def test_shares(division):
 
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
-def test_emulated(tmp_path):
+def test_emulated(emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU."""
     variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    command = [sys.executable, str(Path(__file__).with_name("paged_calls.py")), str(tmp_path)]
+    script = Path(__file__).with_name("paged_calls.py")
+    command = [sys.executable, str(script), str(emulated_kernels)]
     done = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, timeout=500
     )

@@ -46,6 +46,13 @@ def attention_like(function, **options):
     return make
 
 
+def flex(p):
+    score = cupyflash.Score(lambda score, b, h, q, k: score - 0.1 * (q - k))
+    mask = cupyflash.Mask(lambda b, h, q, k: k <= q)
+    function = lambda q, k, v: cupyflash.flex_attention(q, k, v, score, mask)
+    return function, [p.leaf(B, H, p.s, D)] * 3
+
+
 def attention_backward(p):
     q, k, v, dout = (p.normal(B, p.s, H, D) for _ in range(4))
     out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
@@ -272,6 +279,7 @@ CALLS = {
         cupyflash.flash_attn_varlen_qkvpacked_func, lengths
     ),
     "flash_attn_with_kvcache": kvcache,
+    "flex_attention": flex,
     "group_norm": group_norm,
     "group_norm_backward": group_norm_backward,
     "index_first_axis": rows_of,

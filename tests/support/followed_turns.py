@@ -21,7 +21,7 @@ import torch
 
 import cupyflash
 from cupyflash import environment, jit
-from cupyflash.ops.attention import dispatch, plan
+from cupyflash.ops.attention import dispatch, planning
 from cupyflash.ops.attention.fp16x3 import kernels as fp16x3
 from cupyflash.ops.attention.simt import kernels as simt
 from cupyflash.ops.attention.sm80 import backward as sm80
@@ -150,7 +150,7 @@ def follow(way: Way, shape: dict, options: dict) -> None:
     for plans in (dispatch._backward_plans, dispatch._packed_backward_plans):
         plans.clear()  # made in other ways
     card = Card((9, 0), way.multiprocessors, 50 << 20)
-    on_gpu = mock.patch.object(plan, "card_of", lambda device: card)
+    on_gpu = mock.patch.object(planning, "card_of", lambda device: card)
     walks_up = mock.patch.object(sm90, "walks_up", lambda *x: way.up and _can_walk_up(*x[:2]))
     kernels = functools.partial(_kernels, way.tile, sm80.backward_kernels)
     of_tile = mock.patch.object(sm80, "backward_kernels", kernels)

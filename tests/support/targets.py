@@ -105,11 +105,6 @@ def is_hopper() -> bool:
     return compute_capability()[0] == 90 and FORCED in (None, "sm90")
 
 
-def has_tensor_cores() -> bool:
-    """Whether kernels on tensor cores can run, and a forced backend does not forbid them."""
-    return compute_capability()[0] >= 75 and FORCED != "simt"
-
-
 def has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 

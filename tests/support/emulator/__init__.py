@@ -50,10 +50,7 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
     """
     import cupy
 
-    emulator = (path.read_bytes() for path in sorted(HERE.iterdir()) if path.is_file())
-    folder = folder.absolute() / _digest(*emulator)
-    for statement in dict.fromkeys(("", without)):
-        copy_sources(folder, statement)
+    folder = prepared(folder, without)
     with dry_run.hopper(), contextlib.ExitStack() as stack:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         launched = []
@@ -95,13 +92,14 @@ class Emulated:
 
 
 def load(folder: Path, text: str, *names: str, without: str = "") -> ctypes.PyDLL:
-    """A program that includes these files of `cuda_src`; a folder of `copy_sources` has both."""
+    """A program that includes these files of `cuda_src`; `folder` is that of `prepared`."""
     read = b"\0".join(x for name in names for x in _sources(name).values())
     without = without if without.encode() in read else ""
     library = folder / f"{_digest(text.encode(), read, without.encode())}.so"
     if not library.exists():
         of_cuda = f"-I{_copied(folder, without)}"
-        _compile(library, "-shared", "-I.", of_cuda, "-x", "c++", "-", text=text)
+        own = ("-x", "c++", "-", "-x", "none", "hardware.o")
+        _compile(library, "-shared", "-I.", of_cuda, *own, text=text)
     return ctypes.PyDLL(str(library))  # which one thread at a time can call
 
 
@@ -148,13 +146,24 @@ def _copied(folder: Path, without: str) -> Path:
     return folder / (f"cuda_src_{_digest(without.encode())}" if without else "cuda_src")
 
 
-def copy_sources(folder: Path, without: str = "") -> None:
-    """The language, and cuda_src with ptx.h in the place of the instructions."""
+def prepared(folder: Path, without: str = "") -> Path:
+    """The folder of this emulator below `folder`, with what `load` needs."""
+    files = [path for path in sorted(HERE.iterdir()) if path.is_file()]
+    folder = folder.absolute() / _digest(*(path.read_bytes() for path in files))
+    for path in files:
+        if path.suffix in (".h", ".cpp"):
+            _write(folder / path.name, path.read_text())
+    if not (folder / "hardware.o").exists():
+        _compile(folder / "hardware.o", "-O2", "-c", "hardware.cpp")
+        _compile(folder / "cuda.h.gch", "-x", "c++-header", "cuda.h")
+    for statement in dict.fromkeys(("", without)):
+        _copy_sources(folder, statement)
+    return folder
+
+
+def _copy_sources(folder: Path, without: str) -> None:
+    """Write cuda_src, with ptx.h in the place of the instructions."""
     root = sources.root()
-    for name in ("cuda.h", "ptx.h", "turns.h"):
-        _write(folder / name, (HERE / name).read_text())
-    if not (folder / "cuda.h.gch").exists():  # the C++ library takes a second for each kernel
-        _compile(folder / "cuda.h.gch", "-x", "c++-header", str(folder / "cuda.h"))
     for path in root.rglob("*.cu*"):
         copy = _copied(folder, without) / path.relative_to(root)
         if copy.parent.name == "ptx":

@@ -5,12 +5,15 @@
 // their tickets, so a block may wait only for tiles with earlier tickets.
 #pragma once
 #include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
-#include "attention/sm90/bwd_heads.cuh"
-#include "attention/sm80/bwd_tile.cuh"
-#include "attention/sm90/bwd_turns.cuh"
-#include "attention/sm80/dq_sum.cuh"
 #include "attention/simt/bwd_block.cuh"
+#include "attention/sm80/bwd_tile.cuh"
+#include "attention/sm80/dq_sum.cuh"
+#include "attention/sm90/bwd_heads.cuh"
+#include "attention/sm90/bwd_turns.cuh"
 
 namespace turns {
 
@@ -30,7 +33,7 @@ struct Visits {
            " of head " + std::to_string(at.head) + " of sequence " + std::to_string(at.batch);
   }
   void add(const Pair& at) {
-    if (!pairs.insert(at).second) emulator::fail("meets twice: " + name(at));
+    if (!pairs.insert(at).second) emulator::fail(("meets twice: " + name(at)).c_str());
   }
   // Whether a query of tile m sees a key of tile n, by the definition of the window.
   bool sees(const Sequence& s, int m, int n) const {
