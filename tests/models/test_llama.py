@@ -11,6 +11,7 @@ pytest.importorskip("safetensors")
 
 from small_transformers import small_model  # noqa: E402
 
+from cupyflash.models.engine import Engine  # noqa: E402
 from cupyflash.models.llama import Llama  # noqa: E402
 from cupyflash.runtime.launch import dependent_launches  # noqa: E402
 from cupyflash.runtime.scratch import no_garbage_collected  # noqa: E402
@@ -98,6 +99,19 @@ def test_logits(target, variant, tmp_path):
     assert all(str(x.dtype).endswith("float32") for x in whole)
     check([to_numpy64(x) for x in whole], exact, yardstick, "float32", "whole")
     check(in_steps(llama, given), exact, yardstick, "float32", "in steps")
+
+
+@each_place()
+@pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3 windows"])
+def test_tokens_of_an_engine(target, variant, tmp_path):
+    """Greedy, of prompts that are served at once; by the float64 logits of their model."""
+    folder, model = saved(tmp_path, variant)
+    prompts = sequences(*LENGTHS)
+    engine = Engine(load(folder, target), max_batch=2, page_size=8)
+    found = engine.generate(prompts, 9, stop_tokens=-1)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        logits = theirs(model.double(), [prompt + tokens])[0][len(prompt) - 1 : -1]
+        assert len(tokens) == 9 and tokens == logits.argmax(-1).tolist()
 
 
 def in_steps(llama, given):
