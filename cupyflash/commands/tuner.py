@@ -22,7 +22,7 @@ from ..ops.attention.backends import choose
 from ..ops.attention.checks import check
 from ..ops.attention.kernels import Tile
 from ..ops.attention.options import Options
-from ..ops.attention.plan import backward_plan, forward_plan
+from ..ops.attention.planning import backward_plan, forward_plan
 from ..runtime.config import KernelConfig
 from ..runtime.gpu import capability_of
 from ..runtime.lookup import library_of
