@@ -5,6 +5,7 @@
 | arguments.py | from the arguments of `attention` to what a call passes on |
 | scores.py | `Score` and `Mask` |
 | trace.py, recorder.py, stand_in.py | from a Python function to a tree |
+| remembered.py | functions that have been traced before |
 | block_mask.py | BlockMasks of FlexAttention |
 | text.py | `Text`, a part of a kernel's configuration, and the header that kernels include |
 | tree.py | what a text says: nodes, and the kind of each (bool, int or float) |

@@ -15,6 +15,7 @@ from ....runtime.lookup import library_of
 from . import tree
 from .encode import encode_text, joined
 from .parse import parse
+from .remembered import remembered
 from .stand_in import is_array, is_host_number
 from .text import CPP_TYPES, Text
 from .tiles import FoundTiles
@@ -201,7 +202,7 @@ def _made(function: str, name: str, kind: type[_Written], x: Any) -> Any:
         hint = " (an array of scores to add, or a Boolean one, is bias=)" if library_of(x) else ""
         hint = f" (write cupyflash.{kind.__name__}({name}))" if isinstance(x, str) else hint
         raise TypeError(f"{function}: {fact}, got {_kind(x)}{hint}")
-    return kind(x)
+    return remembered(kind, x)
 
 
 def _joined(function: str, score: Score, mask: Mask) -> tuple[Text, tuple]:

@@ -1,0 +1,126 @@
+"""What a function said when it was traced, for calls with a function that must say the same.
+
+A model hands over its function at every call, often one that it has just made. Its text follows
+from its code, the dtypes and ranks of the arrays that it names, and the numbers that it names, if
+the code has no branch, and calls nothing but the operations of a score: then it cannot depend on
+what the arrays hold. Another function is traced at each call.
+"""
+
+import dis
+import functools
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy
+
+from .recorder import CASTS, ONE, OPERATORS, SAME, Recorder
+from .stand_in import is_array, is_host_number
+
+MOST = 512  # texts
+DEPTH = 8  # functions that call each other
+BUILTINS = {"abs": abs, "pow": pow}
+LIBRARIES = ("torch", "numpy", "cupy", "math", "jax")
+OPERATIONS = {*ONE, *OPERATORS, *SAME, *CASTS, "min", "max", "neg", "logical_and", "logical_or"}
+OPERATIONS |= {x.removeprefix("call_") for x in dir(Recorder) if x.startswith("call_")}
+# What else is looked up in a library: modules, numbers, dtypes.
+CONSTANTS = ("nn", "functional", "special", "pi", "inf", "float32", "int32", "int64")
+# Instructions that are no part of a plain expression, by what their names hold.
+OTHERS = ("JUMP", "ITER", "IMPORT", "STORE_", "DELETE_", "RAISE", "YIELD", "MAKE_", "LOAD_NAME")
+PLAIN = "STORE_FAST"
+ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+
+_texts: dict[tuple, tuple[Any, tuple[int | None, ...]]] = {}
+
+
+def remembered(kind: type, function: Any) -> Any:
+    """``kind(function)``, a `Score` or a `Mask`, traced only if nothing like it has been before.
+
+    Raises:
+        As the class.
+    """
+    arrays: list[Any] = []
+    key = _signature(function, arrays, DEPTH) if type(function) is FunctionType else None
+    if key is None:
+        return kind(function)
+    key = (kind, *key)
+    if key in _texts:
+        text, places = _texts[key]
+        made = kind.__new__(kind)
+        made.__dict__.update(text.__dict__)
+        made.given = tuple(
+            x if place is None else arrays[place] for x, place in zip(text.given, places)
+        )
+        return made
+    made = kind(function)
+    places = tuple(_place(x, arrays) for x in made.given)
+    if -1 not in places:
+        if len(_texts) >= MOST:
+            _texts.clear()
+        text = kind.__new__(kind)
+        text.__dict__.update(made.__dict__)
+        text.given = tuple(x if place is None else None for x, place in zip(made.given, places))
+        _texts[key] = text, places
+    return made
+
+
+def _place(x: Any, arrays: list[Any]) -> int | None:
+    """Where an array stands in the list, None for a number; -1 for an array that is new."""
+    if not is_array(x):
+        return None
+    return next((i for i, y in enumerate(arrays) if x is y), -1)
+
+
+def _signature(function: FunctionType, arrays: list[Any], depth: int) -> tuple | None:
+    """All that the text of a function follows from, None if that may be more.
+
+    Args:
+        arrays: gets those that the function names.
+    """
+    code, names = function.__code__, _names(function.__code__)
+    if names is None or function.__kwdefaults__ or not depth:
+        return None
+    known, parts = function.__globals__, [code]
+    values = [known.get(name, BUILTINS.get(name)) for name in names]
+    try:
+        values += [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a variable without a value
+        return None
+    for x in (*values, *(function.__defaults__ or ())):
+        part = _part(x, arrays, depth)
+        if part is None:
+            return None
+        parts.append(part)
+    return tuple(parts)
+
+
+def _part(x: Any, arrays: list[Any], depth: int) -> Any:
+    kind = type(x)
+    if kind in (int, float, bool):
+        return kind, repr(x)  # 0.0 and -0.0 are not the same
+    if kind is FunctionType:
+        return _signature(x, arrays, depth - 1)
+    if kind is ModuleType:
+        return x if x.__name__.partition(".")[0] in LIBRARIES else None
+    if kind in (BuiltinFunctionType, numpy.ufunc):
+        return x if x.__name__ in (*OPERATIONS, *BUILTINS) else None
+    if isinstance(x, numpy.generic):
+        return kind, repr(x)
+    if not is_array(x) or (not x.ndim and isinstance(x, numpy.ndarray)):
+        return None  # NumPy makes a number of what is computed with an array without axes
+    place = _place(x, arrays)
+    arrays.append(x)
+    return kind, x.dtype, x.ndim, place, not x.ndim and is_host_number(x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: CodeType) -> tuple[str, ...] | None:
+    """The names that the code looks up in its module, None if it is no plain expression."""
+    names = {}
+    for x in dis.get_instructions(code):
+        if not x.opname.startswith(PLAIN) and any(other in x.opname for other in OTHERS):
+            return None
+        if x.opname == "LOAD_GLOBAL":
+            names[x.argval] = None
+        elif x.opname in ATTRIBUTES and x.argval not in (*OPERATIONS, *CONSTANTS):
+            return None
+    return tuple(names)
