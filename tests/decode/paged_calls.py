@@ -1,8 +1,8 @@
 """Calls of attention to a cache in pages, compared with float64 (test_paged_decode.py).
 
-``python tests/decode/paged_calls.py FOLDER`` runs the kernels on the CPU, emulated, and compiles
-them into the folder. What no sequence owns is NaN, and entries of the table that no key needs are
-no pages or those of others.
+``python tests/decode/paged_calls.py FOLDER PART`` runs kernels on the CPU, emulated, and compiles
+them into the folder; a part is one of `PARTS`. What no sequence owns is NaN, and entries of the
+table that no key needs are no pages or those of others.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from cupyflash.runtime.lookup import library_of
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 
 OUTSIDE = (-1, 2**31 - 1, 10**6)  # entries that are no pages
+PARTS = ("few", "tile", "narrow")  # of the cases, by their kernels
 GUARDS = 3  # pages that no sequence has
 
 
@@ -475,6 +476,8 @@ ROWS = [
     Rows("keys", "bfloat16", "int8", ()),
 ]
 LONG = Case((4500, 700), page=16, head_dim=128, group=2)  # parts in groups of 8, and of 16
+LONG_TILE = Case((2500, 60), page=16, tokens=3, group=8)
+FIXED_TILE = Case((70, 400, 3), page=3, tokens=5, group=4, num_splits=4, sinks=True)
 FIXED = Case((70, 400, 3), page=3, heads_kv=2, group=4, head_dim=128, num_splits=4, alibi=True)
 
 
@@ -499,7 +502,7 @@ def grid_of(blocks: "int | None") -> Iterator[None]:
         yield
 
 
-def run_emulated(folder: Path) -> None:
+def run_emulated(folder: Path, part: str) -> None:
     import emulator
 
     def run(case: Any, blocks: "int | None", check: Callable[[], None], *names: str) -> None:
@@ -508,19 +511,27 @@ def run_emulated(folder: Path) -> None:
         assert names[0] in launched and {*launched} <= {*names}
         print(f"{blocks} blocks, {case}")
 
+    if part == "narrow":
+        for number, case in enumerate(NARROW_CASES):
+            for blocks in (None, 1, 40) if number < 2 else (None,):
+                run(case, blocks, NarrowCall(case).check, *case.launches)
+        return
     for number, case in enumerate(CASES):
+        if ("flash_decode_tile" in case.launches) != (part == "tile"):
+            continue
         for blocks in (None, 1, 40) if number % 3 == 0 and not case.num_splits else (None,):
             run(case, blocks, Call(case).check, *case.launches)
+    if part == "tile":
+        run(LONG_TILE, 40, Call(LONG_TILE).check, *LONG_TILE.launches)
+        run(FIXED_TILE, None, lambda: check_fixed_splits(FIXED_TILE), *FIXED_TILE.launches)
+        return
     for blocks in (20, 75):
         run(LONG, blocks, Call(LONG).check, "flash_decode")
     run(FIXED, None, lambda: check_fixed_splits(FIXED), "flash_decode")
     for rows in ROWS:
         run(rows, None, rows.check, "cache_append", "cache_gather")
-    for number, case in enumerate(NARROW_CASES):
-        for blocks in (None, 1, 40) if number < 2 else (None,):
-            run(case, blocks, NarrowCall(case).check, *case.launches)
 
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
-    run_emulated(Path(sys.argv[1]))
+    run_emulated(Path(sys.argv[1]), sys.argv[2])

@@ -63,11 +63,12 @@ def test_shares(division):
 
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
-def test_emulated(emulated_kernels):
+@pytest.mark.parametrize("part", ["few", "tile", "narrow"])
+def test_emulated(emulated_kernels, part):
     """In a process that takes itself for one with a Hopper GPU."""
     variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    script = Path(__file__).with_name("paged_calls.py")
-    command = [sys.executable, str(script), str(emulated_kernels)]
+    program = Path(__file__).with_name("paged_calls.py")
+    command = [sys.executable, str(program), str(emulated_kernels), part]
     done = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, timeout=500
     )
@@ -81,7 +82,9 @@ def test_on_a_gpu(target):
     from paged_calls import (
         CASES,
         FIXED,
+        FIXED_TILE,
         LONG,
+        LONG_TILE,
         NARROW_CASES,
         ROWS,
         Call,
@@ -90,7 +93,7 @@ def test_on_a_gpu(target):
         grid_of,
     )
 
-    for case in (*CASES, LONG):
+    for case in (*CASES, LONG, LONG_TILE):
         for blocks in (None, 1, 7, 400):
             with grid_of(None if case.num_splits else blocks):
                 for _ in range(2):
@@ -99,6 +102,7 @@ def test_on_a_gpu(target):
         for blocks in (None, 1, 7, 400):
             with grid_of(None if case.num_splits else blocks):
                 NarrowCall(case, "cuda").check()
-    check_fixed_splits(FIXED, "cuda")
+    for case in (FIXED, FIXED_TILE):
+        check_fixed_splits(case, "cuda")
     for rows in ROWS:
         rows.check("cuda")

@@ -14,7 +14,7 @@ from ...runtime.array import compiling
 from ...runtime.lookup import library_of
 from ...runtime.torch_calls import promised_strides, refuse_transforms, require_one_device
 from ...runtime.torch_operator import operator, register_fake
-from . import cache_append, dispatch
+from . import append_dispatch, dispatch
 from .cached import ARRAYS, CachedOptions
 
 LIBRARY = library_of(torch.empty(0))
@@ -69,7 +69,7 @@ class Appended:
     def called(function: str, arrays: tuple, options: tuple) -> tuple:
         """The call itself under autocast: the dtype is that of the cache. No gradients."""
         _refuse_gradients(function, arrays)
-        return cache_append.run(function, LIBRARY, arrays, options)
+        return append_dispatch.run(function, LIBRARY, arrays, options)
 
 
 def _refuse_gradients(function: str, arrays: tuple) -> None:
@@ -123,11 +123,11 @@ def _decoded(arguments: tuple) -> tuple[tuple[Tensor | None, ...], str, tuple]:
     return arrays, function, (found._replace(window=window), longest, counted)
 
 
-@operator(f"cache_append({_declared(cache_append.SPECS, NEEDED_TO_APPEND)}) -> ()")
+@operator(f"cache_append({_declared(append_dispatch.SPECS, NEEDED_TO_APPEND)}) -> ()")
 def _cache_append(*arrays: Tensor | None) -> None:
-    cache_append.run(cache_append.FUNCTION, LIBRARY, arrays, ())
+    append_dispatch.run(append_dispatch.FUNCTION, LIBRARY, arrays, ())
 
 
 @register_fake(_cache_append)
 def _(*arrays: Tensor | None) -> None:
-    require_one_device(cache_append.FUNCTION, *arrays)
+    require_one_device(append_dispatch.FUNCTION, *arrays)
