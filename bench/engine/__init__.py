@@ -1,1 +1,1 @@
-"""The engine of language models: real weights for it."""
+"""The engine of language models, beside transformers."""
