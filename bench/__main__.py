@@ -26,6 +26,7 @@ SCRIPTS = {  # name: module of bench
     "decode": "decode.decode",
     "transformer": "decode.transformer",
     "gpt2": "gpt2.gpt2",
+    "gguf_folder": "engine.gguf_folder",
     "unet": "diffusion.unet",
     "architectures": "transformers.architectures",
     "train_step": "transformers.train_step",
@@ -33,7 +34,6 @@ SCRIPTS = {  # name: module of bench
     "profile": "profile.profile",
     "timeline": "profile.timeline",
     "time_budget": "profile.time_budget",
-    "gguf_folder": "engine.gguf_folder",
     "plot": "plot",
     "plot_diagrams": "attention.diagrams",
 }

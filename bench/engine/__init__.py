@@ -1,1 +1,1 @@
-"""The engine of language models, beside transformers."""
+"""The engine of language models: real weights for it."""
