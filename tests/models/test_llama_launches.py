@@ -28,8 +28,8 @@ LAYERS = {
 }
 
 
-def launched(size, batch):
-    """The names of the kernels of a step of one token for each sequence, of two layers."""
+def launched(size):
+    """The names of the kernels of a step with one token of each of 1 and of 8 sequences."""
     from llama_steps import Sequences
 
     from bench.lib.dry_run import hopper
@@ -39,11 +39,14 @@ def launched(size, batch):
     shape = {"layers": 2, "inner": 1024, "vocab_size": 256, "max_positions": 64}
     config = dataclasses.replace(SIZES[size], **shape)
     llama = Llama.random(config, library="torch", device="cpu", dtype="bfloat16")
-    run, names = Sequences(llama, [[1] * 20] * batch), []
-    load = lambda config, device: lambda *arguments: names.append(config.name)
-    with hopper(), mock.patch.object(jit, "load", load):
-        run.step([1] * batch)
-    return names
+    found = {}
+    for batch in (1, 8):
+        run, names = Sequences(llama, [[1] * 20] * batch), []
+        load = lambda config, device, names=names: lambda *arguments: names.append(config.name)
+        with hopper(), mock.patch.object(jit, "load", load):
+            run.step([1] * batch)
+        found[batch] = names
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -69,5 +72,4 @@ def test_a_step_of_decoding(found, size, batch):
 
 
 if __name__ == "__main__":
-    names = {size: {batch: launched(size, batch) for batch in (1, 8)} for size in LAYERS}
-    print(json.dumps(names))
+    print(json.dumps({size: launched(size) for size in LAYERS}))
