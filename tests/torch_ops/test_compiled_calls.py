@@ -47,20 +47,27 @@ def test_every_public_function_is_called():
 
 # With CuPy first, as in the process of these tests, test_torch_compile.py traces them.
 ORDERS = {
-    "torch first": ("import torch", "from cupyflash import layer_norm"),
-    "torch last": ("from cupyflash import layer_norm", "import torch"),
+    "torch first": ("import torch", "from cupyflash import attention"),
+    "torch last": ("from cupyflash import attention", "import torch"),
 }
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_traced_again_after_cupy_is_imported(order):
-    """CuPy leaves modules behind that are loaded when something reads them."""
+    """CuPy leaves modules behind that are loaded when something reads them.
+
+    The first call of the process is compiled, with its gradient.
+    """
     lines = (
         *ORDERS[order],
-        "graph = torch.compile(layer_norm, fullgraph=True, backend='eager', dynamic=False)",
-        "graph(torch.ones(2, 8))",
+        "graph = torch.compile(attention, fullgraph=True, backend='aot_eager', dynamic=False)",
+        "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))",
+        "graph(q, q, q).sum().backward()",
+        "assert q.grad.sum() == 16",
         "import cupy",  # as the first launch on a GPU does
-        "graph(torch.ones(3, 8))",
+        "q = torch.nn.Parameter(torch.ones(1, 3, 1, 8))",
+        "graph(q, q, q).sum().backward()",
+        "assert q.grad.sum() == 24",
     )
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=ROOT

@@ -2,14 +2,11 @@
 
 import functools
 import shutil
-import subprocess
-import sys
 
 import numpy
 import pytest
 from matrix import each
 from passes import leaves, one_graph, results
-from places import ROOT
 
 import cupyflash
 from cupyflash.testing import assert_close_to_float64, expected, make_alibi_slopes, to_float64
@@ -161,24 +158,6 @@ def test_compiled_error_names_the_mistake(target):
     graph = one_graph(cupyflash.attention)
     with pytest.raises(Exception, match="attention: q must have 4 dimensions, got 3"):
         graph(inputs.q[0], inputs.k[0], inputs.v[0])
-
-
-def python(code):
-    pytest.importorskip("torch")
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout
-
-
-def test_first_call_may_be_compiled():
-    code = (
-        "import torch, cupyflash\n"
-        "q = torch.nn.Parameter(torch.ones(1, 2, 1, 8))\n"
-        "graph = torch.compile(cupyflash.attention, fullgraph=True, backend='aot_eager')\n"
-        "graph(q, q, q).sum().backward()\n"
-        "print(q.grad.sum().item())"
-    )
-    assert float(python(code)) == 16.0
 
 
 @each(library="torch")
