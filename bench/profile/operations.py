@@ -59,14 +59,53 @@ def integers(values: Any) -> Any:
 # Decoding -----------------------------------------------------------------------------------------
 
 
-def cached(batch: int, length: int, heads: int, heads_kv: int, head_dim: int) -> Case:
-    q = random(batch, 1, heads, head_dim)
-    new = [random(batch, 1, heads_kv, head_dim) for _ in range(2)]
+def cached(
+    batch: int, length: int, heads: int, heads_kv: int, head_dim: int, tokens: int = 1
+) -> Case:
+    q = random(batch, tokens, heads, head_dim)
+    new = [random(batch, tokens, heads_kv, head_dim) for _ in range(2)]
     caches = [random(batch, length, heads_kv, head_dim) for _ in range(2)]
-    positions = integers([length - 1] * batch)
+    positions = integers([length - tokens] * batch)
     arrays = q, *new, *caches
     call = functools.partial(cupyflash.attention_with_cache, *arrays, positions)
-    return Case(call, arrays, 4.0 * batch * heads * length * head_dim)
+    return Case(call, arrays, 4.0 * batch * tokens * heads * length * head_dim)
+
+
+def narrow_cache(batch: int, length: int) -> Case:
+    """Keys and values of 8 bits with a scale each, and 32 heads of queries to 8 of theirs."""
+    import torch
+
+    q = random(batch, 1, 32, 128)
+    caches = [integers([0]).to(torch.int8).repeat(batch, length, 8, 128) for _ in range(2)]
+    scales = [random(1, dtype="float32").expand(batch, length, 8) for _ in range(2)]
+    call = functools.partial(
+        cupyflash.attention_with_cache, q, None, None, *caches, integers([length - 1] * batch),
+        k_scale=scales[0], v_scale=scales[1],
+    )  # fmt: skip
+    return Case(call, (q, *caches), 4.0 * batch * 32 * length * 128)
+
+
+def gathered(batch: int, length: int) -> Case:
+    """The keys and values of paged sequences, one behind the other, as a prefill reads them."""
+    from cupyflash.ops.decode import kv_cache
+    from cupyflash.runtime.lookup import library_of
+
+    caches = tuple(random(batch * length // 64, 64, 8, 128) for _ in range(2))
+    table = integers(list(range(batch * length // 64))).reshape(batch, -1)
+    where = integers([length] * batch), None, table, None, length
+    arrays = caches[0], caches, (None, None), *where
+    call = functools.partial(kv_cache.gather, "gather", library_of(table), *arrays)
+    return Case(call, (), least=2.0 * _bytes(caches))
+
+
+def heads_of_qwen3(rows: int) -> Case:
+    from cupyflash.ops.linear.head_norm import head_norm
+
+    q, k, weight = random(rows, 16, 128), random(rows, 8, 128), random(128)
+    cos, sin = (random(rows, 64, dtype="float32") for _ in range(2))
+    turned = cupyflash.Rotary(cos, sin, positions=integers(list(range(rows))))
+    call = functools.partial(head_norm, q, k, weight, weight, rotary=turned, eps=1e-6)
+    return Case(call, (q, k, cos, sin), least=2.0 * _bytes([q, k]))
 
 
 def embedding() -> Case:

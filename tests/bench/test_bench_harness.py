@@ -13,8 +13,8 @@ from small_benchmarks import results_into
 from bench import __main__
 from bench.lib import harness
 
-# They read results, draw, compute in NumPy, or compare models of transformers, on any machine.
-WITHOUT_GPU = {"architectures", "compare", "plot", "plot_diagrams", "rounding"}
+# They read or write files, draw, compute in NumPy, or compare models of transformers anywhere.
+WITHOUT_GPU = {"architectures", "compare", "gguf_folder", "plot", "plot_diagrams", "rounding"}
 ON_GPU = sorted(__main__.SCRIPTS.keys() - WITHOUT_GPU)
 
 

@@ -68,7 +68,7 @@ def built(kind, folder, pattern):
 
 def test_wheel_is_pure_and_small(wheel):
     assert wheel.name == f"cupyflash-{cupyflash.__version__}-py3-none-any.whl"
-    assert wheel.stat().st_size < 1e6
+    assert wheel.stat().st_size < 1.2e6
 
 
 def test_wheel_contains_every_source(wheel):
