@@ -19,7 +19,6 @@
 #include "block_info.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"
-#include "softmax.cuh"
 
 // The options that are fixed when a kernel is compiled. T is the dtype of q.
 //
@@ -67,19 +66,6 @@ __device__ __forceinline__ float load_alibi_slope(const Params& params, int batc
   return Options::ALIBI ? params.alibi_slopes[batch * params.alibi_batch_stride + head] : 0.f;
 }
 
-// tanh for arguments of at most 1, with an absolute error of 2.8e-6: x times the polynomial of x^2
-// with the least largest error. tanh_exp2 has two operations of the unit that the exponentials wait
-// for, which takes the time of eight multiply-adds for each. So the forward of sm_90 up to head dim
-// 128 has this where all scores of a fragment are below the cap; others have no registers for both.
-__device__ __forceinline__ float tanh_polynomial(float x) {
-  const float z = x * x;
-  float y = 0.00836589f * z - 0.04329986f;
-  y = y * z + 0.12922067f;
-  y = y * z - 0.33265823f;
-  y = y * z + 0.99996847f;
-  return x * y;
-}
-
 // Takes the place of the function that adds a bias from shared memory, in kernels without one.
 struct NoBiasTile {};
 
@@ -102,28 +88,16 @@ struct Score {
 
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
   // in shared memory, and where rows are queries the key mask beside it. `masked`: some columns of
-  // the tile may be past the end, or hidden by the mask of a text. Without `with_alibi` the scores
-  // lack line().
-  template <bool MAY_BE_POLYNOMIAL = false, Rows ROWS, int N, class AddBiasTile = NoBiasTile>
+  // the tile may be past the end, or hidden by the mask of a text.
+  template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
-                                        AddBiasTile add_bias_tile = {}, bool masked = MASKED,
-                                        bool with_alibi = true) const {
-    apply_softcap<MAY_BE_POLYNOMIAL>(s);
+                                        AddBiasTile add_bias_tile = {},
+                                        bool masked = MASKED) const {
+    apply_softcap(s);
     for_each_place<HAS_USER_SCORE>(s, at, masked, [&](float& x, int, int, int query, int key) {
       x = text::user_score(inner * x, at.batch, at.head, query, key, params);
     });
-    apply_position_terms(s, at, add_bias_tile, masked, with_alibi);
-  }
-
-  // The term of ALiBi for queries and keys of which all keys lie on one side of the diagonal.
-  __device__ __forceinline__ auto line(const ScorePlace<Rows::QUERIES>& at) const {
-    if constexpr (Options::ALIBI) {
-      const float distance = float(at.row + at.sequence.diagonal - at.col);
-      const float slope = to_units(distance >= 0.f ? at.alibi_slope : -at.alibi_slope);
-      return LinearTerm{slope, {-slope * distance, -slope * (distance + 8.f)}};
-    } else {
-      return NoLinearTerm();
-    }
+    apply_position_terms(s, at, add_bias_tile, masked);
   }
 
   // Calls function(s[n][i], n, i, query, key) for each element. There `query` and `key` are the
@@ -159,22 +133,16 @@ struct Score {
     }
   }
 
-  template <bool MAY_BE_POLYNOMIAL = false, int N>
+  template <int N>
   __device__ __forceinline__ void apply_softcap(float (&s)[N][4]) const {
     if constexpr (Options::SOFTCAP) {
-      float largest = 0.f;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[n][i] *= inner;
-          if constexpr (MAY_BE_POLYNOMIAL) largest = fmaxf(largest, fabsf(s[n][i]));
+          const float x = s[n][i] * inner;
+          s[n][i] = Options::EXACT_TANH ? tanhf(x) : tanh_exp2(x);
         }
-      }
-      if (MAY_BE_POLYNOMIAL && __all_sync(0xffffffffu, largest <= 1.f)) {
-        for_each(s, tanh_polynomial);
-      } else {
-        for_each(s, [](float x) { return Options::EXACT_TANH ? tanhf(x) : tanh_exp2(x); });
       }
     }
   }
@@ -184,11 +152,8 @@ struct Score {
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply_position_terms(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                                        AddBiasTile add_bias_tile = {},
-                                                       bool masked = MASKED,
-                                                       bool with_alibi = true) const {
-    if constexpr (Options::ALIBI) {
-      if (with_alibi) subtract_alibi(s, at);
-    }
+                                                       bool masked = MASKED) const {
+    if constexpr (Options::ALIBI) subtract_alibi(s, at);
     if constexpr (is_by_tma(Options::BIAS)) {
       add_bias_tile(s, to_units(1.f));
       if constexpr (ROWS == Rows::KEYS && has_key_mask(Options::BIAS))
@@ -219,15 +184,6 @@ struct Score {
   }
 
  private:
-  template <int N, class Function>
-  __device__ __forceinline__ static void for_each(float (&s)[N][4], Function function) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = function(s[n][i]);
-    }
-  }
-
   // The factor of s in the score.
   __device__ static float outer(const AttentionShape& shape) {
     return Options::SOFTCAP ? shape.softcap : HAS_USER_SCORE ? 1.f : shape.scale;
