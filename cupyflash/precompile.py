@@ -218,5 +218,6 @@ def _beside_attention(
         dtype = getattr(config, "dtype", None)  # some are of a weight only
         weight = getattr(config, "weight", getattr(config, "out", dtype))
         usual = getattr(config, "vector", 0) != 1 and weight == (dtype or weight)
+        usual = usual and not getattr(config, "kind", 0)  # of a cache of 8 bits
         if dtype in (None, *dtypes) and (everything or (usual and weight in (None, *dtypes))):
             yield config

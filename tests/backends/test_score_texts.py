@@ -14,7 +14,7 @@ from problems import problem_of, view
 from targets import compute_capability, has
 from tiny_kernel import needs_nvrtc
 
-from cupyflash import jit
+from cupyflash import environment, jit
 from cupyflash.jit import compiler
 from cupyflash.ops.attention.backends import BACKENDS, choose
 from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
@@ -137,7 +137,8 @@ def test_options_that_a_score_replaces(option):
     """A mask goes with both."""
     of_mask = Features(text=text_of("causal"), **{option: True})
     kind = Kind("float16", 64, of_mask, (8, 0))
-    assert choose("attention", kind, Access.TENSOR_MAP, backward=False) == "sm80"
+    with environment.override(backend=None):
+        assert choose("attention", kind, Access.TENSOR_MAP, backward=False) == "sm80"
     kind = kind._replace(features=of_mask._replace(text=text_of("table")))
     with pytest.raises(NotImplementedError, match=f"write them into it, got {option}"):
         choose("attention", kind, Access.TENSOR_MAP, backward=False)

@@ -451,7 +451,8 @@ class Rows:
             if scale is not None:
                 if self.scales == "own":
                     largest = 127 if self.cache == "int8" else 448
-                    size = row.abs().amax(-1) / largest
+                    # On a GPU torch would multiply by the rounded inverse of a number.
+                    size = row.abs().amax(-1) / torch.full_like(row[..., 0], largest)
                     assert torch.equal(scale[slot // page, slot % page], size)
                     size = torch.where(size == 0, 1.0, size)
                 else:

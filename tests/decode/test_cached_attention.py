@@ -124,7 +124,8 @@ def test_is_one_launch(target, monkeypatch):
     for backend, shape, count in (
         (None, SHAPES[2], 1),
         ("simt", SHAPES[2], 0),
-        (None, SHAPES[8], 0),
+        (None, SHAPES[8], 1),
+        (None, (40, 2, 2, 64, 60), 0),
     ):
         taken.clear()
         dispatch._plans.clear()

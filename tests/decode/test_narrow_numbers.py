@@ -26,8 +26,7 @@ extern "C" void e4m3_75(const uint32_t* from, uint32_t* to) { widen_all<E4M3, 75
 def program(tmp_path_factory):
     if not emulator.COMPILER:
         pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("narrow")
-    emulator.copy_sources(folder)
+    folder = emulator.prepared(tmp_path_factory.mktemp("narrow"))
     return emulator.load(folder, PROGRAM, "decode/narrow.cuh")
 
 

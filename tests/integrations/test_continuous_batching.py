@@ -82,7 +82,9 @@ def test_generate_batch(name, calls):
     # transformers' own experts cannot become part of a CUDA graph.
     options = {"use_cuda_graph": False} if name == "gpt-oss" else {}
     assert batched_tokens(model, **options) == right
-    assert calls and all(options.get("block_table") is None for options in calls)
+    tables = [options.get("block_table") is not None for options in calls]
+    assert tables and not all(tables)
+    assert DEVICE == "cuda" or not any(tables)  # a GPU takes them for steps of one token each
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -84,9 +84,7 @@ def copy_rows(target, pitch_there, source, pitch, width, rows, stream):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    found = tmp_path_factory.mktemp("emulated")
-    emulator.copy_sources(found)
-    return found
+    return emulator.prepared(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(params=["engines", "kernel"])

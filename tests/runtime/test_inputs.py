@@ -12,7 +12,7 @@ from targets import CPU_TARGETS
 import cupyflash
 from cupyflash import environment
 from cupyflash.runtime import operation as kernel_plan
-from cupyflash.testing import make_inputs, make_varlen_inputs
+from cupyflash.testing import make_inputs
 
 NUMPY = CPU_TARGETS[0]
 
@@ -172,19 +172,6 @@ def test_backward_shapes(target, position):
     facts = (name, tuple(arguments[position].shape))
     call = lambda: cupyflash.attention_backward(*arguments)
     rejects("attention_backward", ValueError, *facts, call=call)
-
-
-# Options of flash-attn that are not built yet ------------------------------------------------
-
-
-def test_paged_kv_is_not_built():
-    table = numpy.zeros((1, 1), "int32")
-    inputs = make_varlen_inputs("numpy", "float16", [3, 4])
-    call = lambda: cupyflash.flash_attn_varlen_func(
-        inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k, 4, 4,
-        block_table=table,
-    )  # fmt: skip
-    rejects("flash_attn_varlen_func", NotImplementedError, "block_table", call=call)
 
 
 # cu_seqlens ----------------------------------------------------------------------------------
