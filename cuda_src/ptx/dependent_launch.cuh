@@ -4,9 +4,9 @@
 // A kernel may begin early if its launch allows it (cupyflash/runtime/launch.py) and every block
 // of the kernel before it has called `launch_next_kernel` or has exited. Before
 // `wait_for_previous_kernel` it may read what the caller of such launches promises to be constant
-// (weights and biases, positions, page tables, older keys and values), prefetch into L2, and write to shared
-// memory. Everything else, above all every store to global memory, must come after the wait. These
-// rules suffice:
+// (weights and biases, positions, page tables, older keys and values), prefetch into L2, and write
+// to shared memory. Everything else, above all every store to global memory, must come after the
+// wait. These rules suffice:
 //
 // - The wait ends when the whole previous grid has ended and its writes are visible. At least one
 //   block of that grid has waited for the grid before it. So after the wait all earlier kernels
