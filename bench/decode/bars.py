@@ -1,4 +1,4 @@
-"""What decoding has to reach: shapes, and bounds of times beside each other.
+"""The shapes of `bench decode --bars`, and the bounds that their times have to keep.
 
 Times are those of the clock of `bench decode`, launch included. A bound holds if the figure is not
 larger.

@@ -73,7 +73,7 @@ class DecodeProblem:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Those of q, those of k and v, their dimension."""
+        """The heads of q, the heads of k and v, and the head dim."""
         return (HEADS | ON_DEMAND)[self.model]
 
     @property

@@ -40,7 +40,7 @@ PROTOCOL = (
 
 
 class Cell(NamedTuple):
-    """What is measured: one kind, of one model."""
+    """A measurement of one kind (decoding, a prompt, requests) on one model."""
 
     model: str
     kind: str

@@ -1,4 +1,4 @@
-"""What bench parallel expects: a model of the time of a move, and its memory.
+"""A model of the time and of the memory of a move, which bench parallel prints beside its figures.
 
 The model takes the time of one GPU as measured, and adds what a move cannot hide. It leaves out
 launches, the time of the host, clocks under a power limit and uneven links.

@@ -43,7 +43,7 @@ def share(of_cell: dict[str, Row], impl: str) -> float | None:
 
 
 def verdict(of_cell: dict[str, Row]) -> str:
-    """What was to be reached, and "missed" where it was not; "" without a row of ours."""
+    """The bar of a row, with "missed" before it where we are below; "not run" without ours."""
     row = of_cell.get(OURS)
     if row is None:
         return "not run"
