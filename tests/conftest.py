@@ -29,7 +29,7 @@ EMULATED_TESTS = [  # of results, whose tensors may come from the CPU
 LARGE_POOL = 2**30  # bytes that nobody uses
 MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
 # Tests of ten seconds to two minutes.
-LONGEST = ("emulator", "compiled_calls", "types", "turns", "paged_decode")
+LONGEST = ("emulator", "compiled_calls", "types", "turns", "paged_decode", "sanitizer")
 GPU_REPORT_SCRIPT = ROOT / ".ci" / "gpu_report.py"
 
 
