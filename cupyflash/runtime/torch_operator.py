@@ -8,10 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library import autograd
 
 from .loaded import untraced
 
 OPERATORS = torch.library.Library("cupyflash", "FRAGMENT")
+BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+_kernels: dict[Any, Callable] = {}  # by operator
 
 
 def operator(schema: str) -> Callable[[Callable], Any]:
@@ -25,7 +29,9 @@ def operator(schema: str) -> Callable[[Callable], Any]:
         name = schema.partition("(")[0]
         OPERATORS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.impl(name, untraced(kernel), "CompositeExplicitAutograd")
-        return getattr(torch.ops.cupyflash, name).default
+        found = getattr(torch.ops.cupyflash, name).default
+        _kernels[found] = kernel
+        return found
 
     return register
 
@@ -38,9 +44,28 @@ def register_fake(operator: Any) -> Callable[[Callable], Callable]:
 def register_autograd(
     operator: Any, backward: Callable, setup_context: Callable | None = None
 ) -> None:
-    """Gives an operator a derivative, as ``torch.library.register_autograd`` says."""
+    """Gives an operator a derivative, as ``torch.library.register_autograd`` says.
+
+    In a compiled training step nothing requires a gradient and nothing stands between autograd and
+    the kernel. Then the kernel is called at once, without the way back through the dispatcher,
+    which converts all arguments again.
+    """
     name = operator.name()
-    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=OPERATORS)
+    try:
+        derivative = autograd.make_autograd_impl(operator, autograd.Info(backward, setup_context))
+        below, requires_grad = torch._C._after_autograd_keyset, torch._C._any_requires_grad
+    except AttributeError:  # these names are private: torch 2.7 to 2.14 has them
+        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=OPERATORS)
+        return
+    kernel, enabled = _kernels[operator], torch.is_grad_enabled
+
+    def call(keys: Any, *arguments: Any) -> Any:
+        direct = (keys & below).highestPriorityTypeId() in BACKENDS
+        if direct and not (enabled() and requires_grad(*arguments)):
+            return kernel(*arguments)
+        return derivative(keys, *arguments)
+
+    OPERATORS.impl(name.partition("::")[2], untraced(call), "Autograd", with_keyset=True)
 
 
 def register_vmap(operator: Any, rule: Callable) -> None:
