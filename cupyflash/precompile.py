@@ -215,9 +215,7 @@ def _beside_attention(
     for config in itertools.chain.from_iterable(
         TOPICS[name].configurations(capability) for name in topics
     ):
-        dtype = getattr(config, "dtype", None)  # some are of a weight only
-        weight = getattr(config, "weight", getattr(config, "out", dtype))
-        usual = getattr(config, "vector", 0) != 1 and weight == (dtype or weight)
-        usual = usual and not getattr(config, "kind", 0)  # of a cache of 8 bits
-        if dtype in (None, *dtypes) and (everything or (usual and weight in (None, *dtypes))):
+        known = getattr(config, "dtype", None) in (None, *dtypes)
+        usual = config.is_usual and config.weight_dtype in (None, *dtypes)
+        if known and (everything or usual):
             yield config

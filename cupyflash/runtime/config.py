@@ -74,6 +74,18 @@ class KernelConfig:
         return f"{self.name}<{', '.join(_cpp(value) for value in values)}>"
 
     @property
+    def is_usual(self) -> bool:
+        """Whether calls with default options launch it: on aligned arrays, all of one dtype."""
+        dtype = getattr(self, "dtype", None)  # some are of a weight only
+        return getattr(self, "vector", 0) != 1 and self.weight_dtype == (dtype or self.weight_dtype)
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """The dtype of the weight or the output; by default that of the rest."""
+        dtype = getattr(self, "dtype", None)
+        return getattr(self, "weight", getattr(self, "out", dtype))
+
+    @property
     def threads(self) -> int:
         """Threads of a block: the template parameter, unless a class sets the number otherwise."""
         return self.num_threads

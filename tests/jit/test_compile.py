@@ -2,7 +2,9 @@
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
 deterministic selection is. Without a GPU: every kernel for each architecture, but for those
-`LIKE_SM80` only what no other has; over all of them every value of every size and of every switch.
+`LIKE_SM80` only what no other has;
+over all of them every value of every switch and, but for attention, whose tiles `.ci/run`
+compiles, of every size.
 Where there is a GPU, and so usually more than two cores: in the backends of attention every tile of
 each architecture with every pair of switches (dtype, softcap, ALiBi, ...), and over all
 architectures every tile with every value of every switch; the other kernels are the same on all
@@ -43,7 +45,8 @@ SAME_EVERYWHERE = {
 }
 LIKE_SM80 = ((8, 6), (8, 9), (10, 0), (12, 0))  # its instructions and registers
 NEWEST = LIKE_SM80[2:]  # of which CI compiles every kernel, as their code is made in other ways
-OLDER = ((6, 0), (7, 0))  # what these spill is not looked at
+OLDEST = (6, 0)  # which lacks most instructions
+OLDER = (OLDEST, (7, 0))  # what these spill is not looked at
 THOROUGH = compute_capability()[0] > 0
 PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
@@ -62,8 +65,10 @@ def needs(config, capability):
 
 
 def few_needs(config):
-    """What one architecture at least must cover without a GPU."""
+    """What all architectures together must cover without a GPU."""
     name, *values = tile(config)
+    if type(config) not in SAME_EVERYWHERE:
+        values = []
     switches = {x: getattr(config, x) for x in SWITCHES if hasattr(config, x)}
     bias = switches.pop("bias", 0)  # kernels share what loads each kind
     return {("bias", bias)} | {(name, x) for x in (*values, *switches.items(), bool(bias))}
@@ -134,9 +139,9 @@ def test_compile(backend, capability, part):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("capability", OLDER if THOROUGH else OLDER[:1], ids=jit.arch_of)
+@pytest.mark.parametrize("capability", OLDER if THOROUGH else (), ids=jit.arch_of)
 def test_every_kernel_compiles_for_older_gpus(capability):
-    """One configuration of each."""
+    """One configuration of each; without a GPU, `.ci/run` compiles them."""
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
     configs = [config for backend in SETS.values() for config in backend.configurations(capability)]
@@ -158,7 +163,7 @@ def test_selection_covers(backend):
 
 def test_ci_compiles_the_rest():
     """Every tile of attention, and every kernel for the newest GPUs, in this run or in CI's."""
-    tasks = rest()
+    tasks = rest() + hopper()
     for name, capability in itertools.product(SETS, CAPABILITIES):
         tasks += [(config, jit.arch_of(capability)) for config in selection(name)[capability]]
     compiled = {tile(config) for config, _ in tasks} | {(x.name, arch) for x, arch in tasks}
@@ -179,15 +184,19 @@ def everything():
 
 
 def rest():
-    """What the tests leave to CI: other tiles of attention, and each kernel for some GPUs."""
+    """What the tests leave to CI: other tiles of attention, and each kernel for some GPUs.
+
+    Of Hopper the widest tiles, as `hopper` has all of them.
+    """
     tested = itertools.chain(*(x for name in BACKENDS for x in selection(name).values()))
-    found, first = set(map(tile, tested)), {}
-    for name, capability in itertools.product(SETS, (*CAPABILITIES, OLDER[1])):
+    of_hopper = {tile(x) for x, _ in hopper()} - {tile(x) for x, _ in widest()}
+    found, first = {*map(tile, tested), *of_hopper}, {}
+    for name, capability in itertools.product(SETS, (*CAPABILITIES, OLDEST)):
         for config in SETS[name].configurations(capability):
             task = config, jit.arch_of(capability)
             if name in BACKENDS and tile(config) not in found:
                 first.setdefault(tile(config), task)
-            if capability in (*NEWEST, OLDER[1]):
+            if capability in (*NEWEST, OLDEST):
                 first.setdefault((config.name, capability), task)
     return list(dict.fromkeys(first.values()))
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ...runtime.array import Array
+from ...runtime.array import Array, View
 from ...runtime.config import KernelConfig
 from ...runtime.gpu import Card
 from ...runtime.launch import Launch
@@ -248,6 +248,15 @@ def backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> struct
         rows_k=rows_k(problem),
         shape=shape,
     )
+
+
+def zeros_for(library: Any, views: Sequence[View | None], like: Array) -> tuple[Array | None, ...]:
+    """Float32 zeros of the shapes of these views, for kernels that add to them; None for None."""
+    found = [library.empty_float32(tuple(view.shape), like) if view else None for view in views]
+    for x in found:
+        if x is not None:
+            library.fill(x, 0)
+    return tuple(found)
 
 
 def _packed_captures(problem: Problem) -> PackedCaptures | None:

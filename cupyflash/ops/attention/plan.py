@@ -13,9 +13,8 @@ from typing import Any
 from ...runtime.array import Array, View, dense_strides
 from ...runtime.operation import Plan
 from .options import BIAS, KEY_MASK
-from .passes import Pass, Wanted
+from .passes import Pass, Wanted, zeros_for
 from .problem import Problem
-from .sm80 import capture_gradients
 
 Prepared = tuple[Array, tuple, tuple[int, ...], list[int], tuple[int, ...], Any]  # of a call
 NO_POINTERS = (0,) * KEY_MASK  # null for the optional arrays that the kernels take
@@ -137,7 +136,7 @@ class BackwardPlan(PassPlan):
         # Rows that the kernels leave alone. Keys that no query sees get a gradient of zero.
         self.fills = extras.lengths or shape.seqlen_k == 0
         self.skips_tiles = problem.features.masked  # a stored gradient must be zero there
-        self.learned = capture_gradients.learned(problem)
+        self.learned = problem.learned
         self.dbias_has_no_order = has_no_order(problem, wanted, work)
 
     def prepared(self, q: Array, k: Array, v: Array, pointers: list[int]) -> Prepared:
@@ -151,7 +150,7 @@ class BackwardPlan(PassPlan):
         dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if not self.work.launches:
             zeros = [library.zeros_like(x) for x in (q, k, v)]
-            zeros += [dbias, dsinks, *capture_gradients.zeros(library, self.learned, q)]
+            zeros += [dbias, dsinks, *zeros_for(library, self.learned, q)]
             return q, tuple(zeros), (), [], (), None
         dq, dk, dv = self.empty_dq(q), self.empty_dk(k), self.empty_dv(v)
         if self.fills:

@@ -75,7 +75,7 @@ def backward_plan(
     if not (without_keys or 0 in (shape.batch, shape.heads_q, shape.seqlen_q)):
         backend, kind, card, tile = _serving(function, problem, tile, backward=True)
         work = backend.backward(problem, kind, card, wanted, tile)
-        if capture_gradients.learned(problem):
+        if problem.learned:
             call = (function, problem, kind, wanted, deterministic)
             work = capture_gradients.added(work, *call)
         if deterministic == "error" and has_no_order(problem, wanted, work):

@@ -103,6 +103,13 @@ class Problem:
         return packed or self.extras.lengths
 
     @property
+    def learned(self) -> tuple[View | None, ...]:
+        """The views of the captures that learn, None for the others; () if none learns."""
+        captures = self.text.captures if self.text else ()
+        views = tuple(view if x.learns else None for x, view in zip(captures, self.captures))
+        return views if any(views) else ()
+
+    @property
     def is_causal(self) -> bool:
         """Whether a mask hides keys on the right of each query, and none on its left."""
         shape = self.shape

@@ -60,6 +60,10 @@ class CacheAppend(KernelConfig):
     kind: int
     vector: int
 
+    @property
+    def is_usual(self) -> bool:
+        return super().is_usual and not self.kind
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheGather(KernelConfig):
@@ -71,6 +75,10 @@ class CacheGather(KernelConfig):
     dtype: str
     kind: int
     vector: int
+
+    @property
+    def is_usual(self) -> bool:
+        return super().is_usual and not self.kind
 
     def blocks(self, length: int, heads: int, head_dim: int) -> int:
         """Blocks for so many keys of a sequence."""
@@ -122,6 +130,10 @@ class FlashDecodeNarrow(FlashDecode):
     appends: ClassVar[bool] = False
 
     kind: int
+
+    @property
+    def is_usual(self) -> bool:
+        return False
 
     @property
     def keys(self) -> int:

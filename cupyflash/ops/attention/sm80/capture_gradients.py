@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ....runtime.array import Array, View, dense_strides
+from ....runtime.array import Array, dense_strides
 from ....runtime.gpu import HALF, architecture
 from ....runtime.launch import call_fields
 from ..captures import NUMBERS
@@ -14,7 +14,7 @@ from ..kernels import AttentionKernel
 from ..kind import KEY_MASK, Access, Kind
 from ..launching import AttentionLaunch
 from ..options import NO_EXTRAS
-from ..passes import Pass, Sharing, Wanted, backward_params
+from ..passes import Pass, Sharing, Wanted, backward_params, zeros_for
 from ..problem import Problem
 from .forward import padded_head_dim
 
@@ -76,23 +76,6 @@ def _format(text: Any) -> str:
     return "=" + "".join(parts)
 
 
-def learned(problem: Problem) -> tuple[View | None, ...]:
-    """The views of the captures that learn, None for the others; () if none learns."""
-    captures = problem.text.captures if problem.text else ()
-    views = tuple(view if x.learns else None for x, view in zip(captures, problem.captures))
-    return views if any(views) else ()
-
-
-def zeros(library: Any, views: tuple[View | None, ...], like: Array) -> tuple[Array | None, ...]:
-    """Gradients of zeros for the captures that `learned` has returned."""
-    found = []
-    for view in views:
-        found.append(library.empty_float32(tuple(view.shape), like) if view else None)
-        if view:
-            library.fill(found[-1], 0)
-    return tuple(found)
-
-
 def kernel(kind: Kind) -> FlashBwdCapturesSm80 | None:
     """The kernel for a problem whose captures learn; None where there is none."""
     dtype, head_dim, features, capability = kind
@@ -137,7 +120,7 @@ class CaptureGradients:
         params = backward_params(problem, wanted, Sharing())
         self.launch = AttentionLaunch(config, problem, params)
         self.semaphore = call_fields(params).index("dq_semaphore")
-        self.text, self.views, self.learned = problem.text, problem.captures, learned(problem)
+        self.text, self.views, self.learned = problem.text, problem.captures, problem.learned
         self.pack = struct.Struct(_format(problem.text)).pack
 
     def __call__(
@@ -149,7 +132,7 @@ class CaptureGradients:
             extras: the addresses of `Extras`, and those of the captures behind them.
         """
         values = extras[len(NO_EXTRAS) :]
-        packed, gradients = [], zeros(library, self.learned, like)
+        packed, gradients = [], zeros_for(library, self.learned, like)
         for capture, view, value, gradient in zip(
             self.text.captures, self.views, values, gradients
         ):
