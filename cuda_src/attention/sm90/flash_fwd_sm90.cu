@@ -24,7 +24,7 @@
 //
 // Warps. One lane of each warp of warpgroup 0 is a producer (fwd_block.cuh):
 //   warp 0     chooses the next tile and describes it in a record
-//   warp 1     loads K and V
+//   warp 1     loads K and V; with keys in pages, all of its lanes do so (paged_keys.cuh)
 //   warp 2     loads Q, a tile ahead if there are two buffers of it, and writes O
 //   warp 3     loads the bias, if it comes by TMA
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
@@ -58,6 +58,7 @@
 // Instructions" and "Tensor copy".
 #include "../../ptx/dependent_launch.cuh"
 #include "fwd_consumer.cuh"
+#include "paged_keys.cuh"
 
 // Starts a tile with O = 0, and its softmax with the scores of its first key tile, which are in s.
 template <class C>
@@ -131,6 +132,9 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   if (warpgroup_index() == 0) {
     if constexpr (GROUPS > 1) dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
+    if constexpr (HAS_PAGES) {
+      if (warp == 1) return load_paged_keys(params, shared, smem_q);
+    }
     if (!elect_one()) return;
     if constexpr (Layout::HAS_BIAS) {
       if (warp == 3) return load_fwd_bias(params, shared, smem_q);
