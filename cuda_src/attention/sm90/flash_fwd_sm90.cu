@@ -24,9 +24,10 @@
 //
 // Warps. One lane of each warp of warpgroup 0 is a producer (fwd_block.cuh):
 //   warp 0     chooses the next tile and describes it in a record
-//   warp 1     loads K and V; with keys in pages, all of its lanes do so (paged_keys.cuh)
+//   warp 1     loads K and V
 //   warp 2     loads Q, a tile ahead if there are two buffers of it, and writes O
 //   warp 3     loads the bias, if it comes by TMA
+// With keys in pages, all lanes of warp 1 load K, and those of warp 3 load V (paged_keys.cuh).
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer.cuh).
 //
@@ -133,7 +134,8 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     if constexpr (GROUPS > 1) dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
     if constexpr (HAS_PAGES) {
-      if (warp == 1) return load_paged_keys(params, shared, smem_q);
+      if (warp == 1) return load_paged_keys<RowsMap::K>(params, shared, smem_q);
+      if (warp == 3) return load_paged_keys<RowsMap::V>(params, shared, smem_q);
     }
     if (!elect_one()) return;
     if constexpr (Layout::HAS_BIAS) {
