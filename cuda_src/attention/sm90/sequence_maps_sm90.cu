@@ -33,8 +33,7 @@ template <class Params>  // which is SequenceMapsParams
 __device__ __forceinline__ void make_map(const Params& params, TensorMap& shared) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const RowsMap which = static_cast<RowsMap>(warp);
-  const bool of_keys = TensorRows::is_of_keys(which);
+  const bool of_keys = warp == 1 || warp == 2;
   const Sequence sequence = load_sequence(params, blockIdx.x);
   const int64_t end =
       of_keys ? sequence.start_k + sequence.seqlen_k : sequence.start_q + sequence.seqlen_q;
@@ -42,11 +41,10 @@ __device__ __forceinline__ void make_map(const Params& params, TensorMap& shared
   const int copied = HAS_PAGES && of_keys ? static_cast<int>(RowsMap::V) : warp;
   map[lane] = reinterpret_cast<const uint32_t*>(&params.maps[copied])[lane];
   __syncwarp();  // the map is copied
-  if (lane == 0) {
-    if constexpr (HAS_PAGES) {
-      if (of_keys) limit_to_page(params, sequence, which == FIRST_PAGE_OF_V, shared);
-    }
-    if (!(HAS_PAGES && of_keys)) tensor_map_set_rows(shared, uint32_t(end));
+  if (lane == 0) tensor_map_set_rows(shared, uint32_t(end));
+  if constexpr (HAS_PAGES) {
+    const bool first = static_cast<RowsMap>(warp) == FIRST_PAGE_OF_V;
+    if (of_keys && lane == 0) limit_to_page(params, sequence, first, shared);
   }
   __syncwarp();  // the map ends where the sequence ends
   TensorMap* out = params.sequence_maps + warp * gridDim.x + blockIdx.x;
