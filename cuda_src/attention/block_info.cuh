@@ -55,6 +55,23 @@ __device__ inline Sequence load_sequence(const Params& params, int batch) {
   return s;
 }
 
+// The pages that have keys which some query of a sequence sees: the first and the last, and in
+// these the first row that is seen and the number of rows.
+struct SeenPages {
+  int first;
+  int last;
+  int first_row;
+  int last_rows;
+
+  __device__ SeenPages(const PagedRows& rows, const Sequence& s) {
+    const int begin = s.key_begin(0);
+    first = rows.page_of(begin);
+    first_row = begin - first * rows.page_size;
+    last = rows.page_of(max(0, s.seqlen_k - 1));
+    last_rows = s.seqlen_k - last * rows.page_size;
+  }
+};
+
 // The tiles [begin, end) that a block visits. In the tiles [inner_begin, inner_end) among them
 // every query sees every key, so they need no mask.
 struct TileRange {

@@ -2,6 +2,7 @@
 // reads them from this file (runtime/structs.py).
 #pragma once
 #include "../common/types.cuh"
+#include "sm90/key_pages.cuh"
 #include "text.cuh"
 
 // Element strides of a (batch, row, head, head_dim) tensor whose last dimension is contiguous.
@@ -133,8 +134,9 @@ struct PackedTile {
 // [map][batch] has such maps for each sequence, and packed_tiles lists the tiles of a head (see
 // tile_order.cuh); otherwise both are null. bias_map is the map of a bias that TMA loads,
 // (seqlen_k, seqlen_q, heads_q, batch) with length 1 on the axes that it is broadcast on; otherwise
-// it is zeros.
-struct alignas(64) FlashFwdSm90Params {
+// it is zeros. With keys in pages (sm90/key_pages.cuh) the maps of K and V are those of the cache,
+// and two of the maps of each sequence are of pages of V.
+struct alignas(64) FlashFwdSm90Params : KeyPages {
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
@@ -165,7 +167,7 @@ struct alignas(64) FlashBwdSm90Params {
   TensorMap bias_map;
 };
 
-struct alignas(64) SequenceMapsParams {
+struct alignas(64) SequenceMapsParams : KeyPages {
   TensorMap maps[4];  // of q, k, v, and out or dout
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;

@@ -8,6 +8,8 @@ constexpr int tile_columns(int head_dim) { return head_dim <= 32 ? 32 : round_up
 
 // The tensor maps in front of FlashFwdSm90Params and FlashBwdSm90Params, in their order.
 enum class RowsMap { Q, K, V, OUT, DOUT = OUT };
+// With keys in pages, the maps of a sequence in the place of those of its K and V.
+constexpr RowsMap FIRST_PAGE_OF_V = RowsMap::K, LAST_PAGE_OF_V = RowsMap::V;
 
 // The rows of one tensor that belong to a sequence: row r, column c of a head is at the coordinates
 // (c, row + r, head, batch) of the map, and rows past the end of the sequence are outside of it.

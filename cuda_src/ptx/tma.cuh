@@ -59,6 +59,14 @@ __device__ __forceinline__ void tensor_map_set_rows(TensorMap& map, uint32_t row
                : "memory");
 }
 
+// Changes the address that a tensor map in shared memory begins at.
+__device__ __forceinline__ void tensor_map_set_address(TensorMap& map, const void* address) {
+  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(&map))),
+               "l"(address)
+               : "memory");
+}
+
 // Must come before the first copy through a map in global memory that another kernel has written:
 // the copy engine may still hold the old contents of the map.
 __device__ __forceinline__ void tensor_map_acquire(const TensorMap& map) {

@@ -27,6 +27,7 @@
 //   warp 1     loads K and V
 //   warp 2     loads Q, a tile ahead if there are two buffers of it, and writes O
 //   warp 3     loads the bias, if it comes by TMA
+// With keys in pages, all lanes of warp 1 load K, and those of warp 3 load V (paged_keys.cuh).
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer.cuh).
 //
@@ -58,6 +59,7 @@
 // Instructions" and "Tensor copy".
 #include "../../ptx/dependent_launch.cuh"
 #include "fwd_consumer.cuh"
+#include "paged_keys.cuh"
 
 // Starts a tile with O = 0, and its softmax with the scores of its first key tile, which are in s.
 template <class C>
@@ -131,6 +133,10 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   if (warpgroup_index() == 0) {
     if constexpr (GROUPS > 1) dealloc_registers<PRODUCER_REGISTERS>();
     const int warp = warp_in_warpgroup();
+    if constexpr (HAS_PAGES) {
+      if (warp == 1) return load_paged_keys<RowsMap::K>(params, shared, smem_q);
+      if (warp == 3) return load_paged_keys<RowsMap::V>(params, shared, smem_q);
+    }
     if (!elect_one()) return;
     if constexpr (Layout::HAS_BIAS) {
       if (warp == 3) return load_fwd_bias(params, shared, smem_q);

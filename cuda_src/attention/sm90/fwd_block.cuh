@@ -128,7 +128,7 @@ struct FwdShared {
     k.init(L::GROUPS * 4);  // warps
     v.init(L::GROUPS * 4);
     located.init(1);
-    mbarrier_init(smem_address(&almost_loaded), L::HAS_BIAS ? 3 : 2);  // loaders
+    mbarrier_init(smem_address(&almost_loaded), L::HAS_BIAS || HAS_PAGES ? 3 : 2);  // loaders
     for (auto& stage : o_full) {
       for (auto& barrier : stage) mbarrier_init(smem_address(&barrier), 4);
     }

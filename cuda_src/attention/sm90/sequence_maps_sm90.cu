@@ -3,18 +3,34 @@
 //
 // Tensor maps. Each warp copies one of the maps of all rows (of q, k, v, and out or dout) and lets
 // it end where the sequence ends, so that TMA reads zeros past the end and writes nothing there.
-// Without these maps a tile would read rows of the next sequence, and 0 * NaN is NaN.
+// Without these maps a tile would read rows of the next sequence, and 0 * NaN is NaN. With keys in
+// pages (paged_keys.cuh), the places of K and V have maps of V: of the rows that are seen in the
+// first page that any query sees, and in the last one.
 //
 // The list of tiles that exist, for TileOrder (tile_order.cuh). Each block counts the tiles of all
 // sequences that are longer than its own, and so finds the place of its own tiles. Blocks write to
 // different places and do not wait for each other.
 //
 // PTX ISA: "tensormap.replace", "membar / fence: fence.proxy.tensormap".
-#include "../../ptx/tma.cuh"
-#include "../block_info.cuh"
-#include "../params.cuh"
+#include "../tensor_rows.cuh"
 
-__device__ __forceinline__ void make_map(const SequenceMapsParams& params, TensorMap& shared) {
+// Lets a map of all pages of V have those rows of a page that are seen in the first one, or the
+// last.
+__device__ __forceinline__ void limit_to_page(const PagesOfKeys& pages, const Sequence& sequence,
+                                              bool first, TensorMap& map) {
+  const SeenPages seen(pages.rows, sequence);
+  int rows = seen.last_rows;
+  if (first) {
+    if (seen.first != seen.last) rows = pages.rows.page_size;
+    rows -= seen.first_row;
+    tensor_map_set_address(map,
+                           static_cast<const char*>(pages.v) + seen.first_row * pages.v_row_bytes);
+  }
+  tensor_map_set_rows(map, uint32_t(max(0, rows)));
+}
+
+template <class Params>  // which is SequenceMapsParams
+__device__ __forceinline__ void make_map(const Params& params, TensorMap& shared) {
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const bool of_keys = warp == 1 || warp == 2;
@@ -22,9 +38,14 @@ __device__ __forceinline__ void make_map(const SequenceMapsParams& params, Tenso
   const int64_t end =
       of_keys ? sequence.start_k + sequence.seqlen_k : sequence.start_q + sequence.seqlen_q;
   uint32_t* map = reinterpret_cast<uint32_t*>(&shared);
-  map[lane] = reinterpret_cast<const uint32_t*>(&params.maps[warp])[lane];
+  const int copied = HAS_PAGES && of_keys ? static_cast<int>(RowsMap::V) : warp;
+  map[lane] = reinterpret_cast<const uint32_t*>(&params.maps[copied])[lane];
   __syncwarp();  // the map is copied
   if (lane == 0) tensor_map_set_rows(shared, uint32_t(end));
+  if constexpr (HAS_PAGES) {
+    const bool first = static_cast<RowsMap>(warp) == FIRST_PAGE_OF_V;
+    if (of_keys && lane == 0) limit_to_page(params, sequence, first, shared);
+  }
   __syncwarp();  // the map ends where the sequence ends
   TensorMap* out = params.sequence_maps + warp * gridDim.x + blockIdx.x;
   reinterpret_cast<uint32_t*>(out)[lane] = map[lane];

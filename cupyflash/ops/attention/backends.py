@@ -99,6 +99,14 @@ def choose(function: str, kind: Kind, access: Access, *, backward: bool) -> str:
     )
 
 
+def reads_pages(problem: Problem, card: Card) -> bool:
+    """Whether the backend that serves a problem of keys in pages reads these where they lie."""
+    kind = problem.kind(card.capability)
+    name = environment.current().backend or in_order(kind, backward=False)[0]
+    supported = BACKENDS[name].supports(kind, problem.access, backward=False)
+    return supported and not problem.needs_padding
+
+
 def _refuse_options_beside_text(function: str, kind: Kind) -> None:
     features = kind.features
     if features.text and features.text.score and (features.softcap or features.alibi):

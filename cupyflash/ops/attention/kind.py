@@ -51,6 +51,7 @@ class Features(NamedTuple):
         head_dim_v: columns of v and out if these have fewer than q and k, which need no padding;
             else 0.
         text: the `Text` of a score or a mask of the caller's own, or None.
+        paged: keys and values lie in pages of a cache.
     """
 
     softcap: bool = False
@@ -69,6 +70,7 @@ class Features(NamedTuple):
     one_pass: bool = False
     head_dim_v: int = 0
     text: Any = None
+    paged: bool = False
 
     @property
     def mask_has_tiles(self) -> bool:

@@ -75,6 +75,8 @@ class Problem:
         tf32: products may have the accuracy of TF32.
         text: the `Text` of a score or a mask of the caller's own, or None.
         captures: the views of its captures; what stands for a number is not read.
+        pages: the `PagedRows` of decode/paged_rows.cuh of keys and values in a cache, whose strides
+            those of k and v are, or None. The table takes the place of a bias.
     """
 
     dtype: str
@@ -90,6 +92,7 @@ class Problem:
     tf32: bool = False
     text: Any = None
     captures: tuple[View | None, ...] = ()
+    pages: Any = None
 
     @property
     def needs_padding(self) -> bool:
@@ -154,6 +157,7 @@ class Problem:
             head_dim_v=self._head_dim_v,
             one_pass=one_tile and shape.heads_q == shape.heads_kv and not extras.sinks,
             text=self.text,
+            paged=self.pages is not None,
         )
 
     def kind(self, capability: Capability) -> Kind:
@@ -230,9 +234,11 @@ class Problem:
         return Access.TENSOR_MAP if mappable else Access.VECTOR
 
     def sizes(self, name: str) -> tuple[int, int, int]:
-        """(batch, rows, heads) of a tensor; packed sequences are a batch of one."""
+        """(batch, rows, heads) of a tensor; packed sequences are a batch of one, pages a batch."""
         shape = self.shape
         of_keys = name in ("k", "v")
+        if of_keys and self.pages is not None:
+            return (self.pages.num_pages, self.pages.page_size, shape.heads_kv)
         heads = shape.heads_kv if of_keys else shape.heads_q
         total = self.total_k if of_keys else self.total_q
         if total is not None:

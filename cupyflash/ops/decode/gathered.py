@@ -1,5 +1,6 @@
-"""Attention with a cache in steps: append, gather the keys of each sequence, the forward kernels.
+"""Attention with a cache in steps: append, the forward kernels on what is in the cache.
 
+Keys of pages are gathered before, unless the forward kernel reads pages where they lie (paged.py).
 No length leaves the GPU: each sequence has room for as many keys as its row of the table, and the
 forward is told on the GPU how many of them count.
 """
@@ -15,6 +16,7 @@ from . import kv_cache
 from .cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
 from .cached_checks import NARROW
 from .kv_cache import APPENDED
+from .paged import paged_plan, table_of
 
 
 class GatheredPlan:
@@ -40,8 +42,10 @@ class GatheredPlan:
             layout="thd-bshd" if shape.packed else "bshd",
             max_seqlens=lengths,
         )
+        self.paged = paged_plan(function, library, shape, self.plain, views)
         by_pages = views.keys() & {"page_table", "sequences", "leftpad"}
-        self.gathers = bool(by_pages) or views["k_cache"].dtype in NARROW
+        narrow = views["k_cache"].dtype in NARROW
+        self.gathers = self.paged is None and (bool(by_pages) or narrow)
 
     def __call__(
         self, arrays: tuple[Array | None, ...], pointers: object = None
@@ -67,7 +71,12 @@ class GatheredPlan:
                 seqused_k=counts,
             )
             need_lse = self.options.return_lse
-            out, lse = forward(function, library, (q, k, v, *extras), (self.plain, need_lse))
+            if self.paged:
+                given = (q, k, v, *extras._replace(bias=table_of(call)))
+                given = [0 if x is None else library.pointer(x) for x in given]
+                out, lse = self.paged(q, given, need_lse)
+            else:
+                out, lse = forward(function, library, (q, k, v, *extras), (self.plain, need_lse))
             if call["out"] is not None:
                 call["out"][...] = out
                 out = call["out"]

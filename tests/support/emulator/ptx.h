@@ -267,6 +267,9 @@ inline void tma_store(const TensorMap& map, uint32_t src, int column, int row, i
 inline void tensor_map_set_rows(TensorMap& map, uint32_t rows) {
   reinterpret_cast<emulator::EmulatedMap&>(map).dims[1] = rows;
 }
+inline void tensor_map_set_address(TensorMap& map, const void* address) {
+  reinterpret_cast<emulator::EmulatedMap&>(map).base = (char*)address;
+}
 inline void tensor_map_acquire(const TensorMap&) {}
 inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
   emulator::load_bulk(dst, src, bytes, barrier);

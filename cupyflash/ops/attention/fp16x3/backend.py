@@ -36,7 +36,7 @@ def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
         dtype == "float32"
         and bool(architecture(capability).mma_dtypes)
         and head_dim <= most
-        and not features.wide_softcap
+        and not (features.wide_softcap or features.paged)
         and features.bias <= KEY_MASK  # a key mask beside a bias is left to CUDA cores
     )
 

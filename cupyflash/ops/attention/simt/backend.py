@@ -15,8 +15,8 @@ MIN_CAPABILITY = (6, 0)
 
 
 def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
-    """Whether this backend computes such a problem; access, features and pass do not matter."""
-    fits = kind.dtype in ITEM_SIZE and kind.head_dim <= HEAD_DIMS[-1]
+    """Whether this backend computes such a problem; access and pass do not matter."""
+    fits = kind.dtype in ITEM_SIZE and kind.head_dim <= HEAD_DIMS[-1] and not kind.features.paged
     return fits and kind.capability >= MIN_CAPABILITY
 
 

@@ -33,7 +33,7 @@ def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
     fits = (
         kind.dtype in architecture(kind.capability).mma_dtypes
         and kind.head_dim <= max(tiles)
-        and not kind.features.wide_softcap
+        and not (kind.features.wide_softcap or kind.features.paged)
     )
     return fits and access >= Access.VECTOR
 

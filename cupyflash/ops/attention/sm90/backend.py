@@ -15,7 +15,7 @@ from .backward import backward_kernels, can_take_heads, variants
 from .forward import FORWARD_TILES, forward_kernels
 from .forward import forward as forward
 from .forward import forward_candidates as forward_candidates
-from .kernels import NARROW_V, SEQUENCE_MAPS, narrow_head_dim
+from .kernels import MAPS_OF_PAGES, NARROW_V, SEQUENCE_MAPS, narrow_head_dim
 
 
 def supports(kind: Kind, access: Access, *, backward: bool) -> bool:
@@ -37,6 +37,9 @@ def pads(kind: Kind) -> bool:
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
     """Every kernel that a pass of such problems can launch, also where v has fewer columns."""
+    if kind.features.paged:
+        yield from (MAPS_OF_PAGES, *forward_kernels(kind))
+        return
     yield SEQUENCE_MAPS  # for packed sequences
     narrow = [kind.features._replace(head_dim_v=columns) for _, columns in NARROW_V]
     narrow = [x for x in narrow if narrow_head_dim(kind.head_dim, x)]
@@ -61,6 +64,10 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
     features = [Features(*x, *bias[:1], dropout, *bias[1:]) for *x, bias, dropout in values]
     features += [x._replace(fits_128=True) for x in features if x.bias_by_tma]
     features.append(Features(few_keys=True))
+    features += [
+        Features(*x, short, paged=True)
+        for *x, short in itertools.product(both, both, both, (0, len(SHORT)))
+    ]
     yield from each_once(
         kernels(Kind(*problem, capability), backward=x)
         for *problem, x in itertools.product(HALF, FORWARD_TILES, features, both)

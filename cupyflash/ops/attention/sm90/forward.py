@@ -104,8 +104,8 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
         stages = 2 if padded <= 64 else 1
         smem_bytes += stages * block_m * shared_columns(block_n) * 2
     sizes = (padded, head_dim_v, *tile)
-    of_text = {"text": features.text, "tiles": features.mask_has_tiles}
-    return FlashFwdSm90(dtype, *sizes, *switches, False, smem_bytes, **of_text)
+    others = {"text": features.text, "tiles": features.mask_has_tiles, "paged": features.paged}
+    return FlashFwdSm90(dtype, *sizes, *switches, False, smem_bytes, **others)
 
 
 def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:

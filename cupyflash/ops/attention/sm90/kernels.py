@@ -3,6 +3,7 @@
 forward.py and backward.py choose among them.
 """
 
+import ctypes
 import dataclasses
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from ..kernels import AttentionKernel
 from ..kind import BIAS_KINDS, KEY_MASK, Features
 
 structs = header("attention/params.cuh")
+pages = header("attention/sm90/key_pages.cuh")
 
 WARPGROUP = header("ptx/warpgroup.cuh").WARPGROUP  # threads
 # The kinds of bias of which TMA loads tiles, without and with a key mask.
@@ -26,7 +28,26 @@ NARROW_V = ((192, 128),)
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashFwdSm90(AttentionKernel):
+class PagedKernel(AttentionKernel):
+    """The base of kernels that may take keys in pages.
+
+    Attributes:
+        paged: it does; `PagesOfKeys` of key_pages.cuh then is in front of its argument.
+    """
+
+    paged: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def header(self) -> str:
+        return "#define KEYS_IN_PAGES\n" * self.paged + super().header
+
+    @property
+    def argument_size(self) -> int:
+        return super().argument_size + ctypes.sizeof(pages.PagesOfKeys) * self.paged
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashFwdSm90(PagedKernel):
     """Forward: warpgroups of 64 rows each compute a tile, another one loads it.
 
     Attributes:
@@ -185,7 +206,7 @@ class FlashBwdPostprocessSm90(AttentionKernel):
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceMapsSm90(AttentionKernel):
+class SequenceMapsSm90(PagedKernel):
     """A tensor map for each packed sequence, before the forward and the backward kernels."""
 
     source: ClassVar[str] = "attention/sm90/sequence_maps_sm90.cu"
@@ -201,6 +222,7 @@ class SequenceMapsSm90(AttentionKernel):
 
 
 SEQUENCE_MAPS = SequenceMapsSm90(num_maps=4)
+MAPS_OF_PAGES = dataclasses.replace(SEQUENCE_MAPS, paged=True)
 
 
 def narrow_head_dim(head_dim: int, features: Features) -> int | None:

@@ -1,8 +1,9 @@
 """The launch of a kernel of the backend ``sm90``: a block for each multiprocessor.
 
 Its argument begins with tensor maps and ends with that of a bias; between them is the address of a
-counter of tiles. Where sequences have lengths of their own, a small kernel runs before it. Blocks
-that share the keys of a tile are followed by a kernel that combines what they have found.
+counter of tiles. In front of them is what it must know of pages, if keys lie in some. Where
+sequences have lengths of their own, a small kernel runs before it. Blocks that share the keys of a
+tile are followed by a kernel that combines what they have found.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ from ....runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
 from .. import sharing
 from ..passes import AttentionLaunch
 from ..problem import Problem
-from .kernels import SEQUENCE_MAPS, shared_columns
+from .kernels import MAPS_OF_PAGES, SEQUENCE_MAPS, pages, shared_columns
 
 structs = header("attention/params.cuh")
 
@@ -52,10 +53,17 @@ class PersistentLaunch(AttentionLaunch):
         names = call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
         columns = min(BOX_COLUMNS, shared_columns(config.head_dim))
+        boxes = config.boxes
+        self.pages = b""
+        if problem.pages is not None:
+            rows = box_of_pages(config.block_n, problem.pages)
+            boxes |= {"k": rows, "v": rows}
+            self.pages = _behind_v(problem, params.v_strides.row, rows)
+            self.captures_end = ctypes.sizeof(pages.PagesOfKeys)
         self.maps = TensorMaps(
             [
                 tensor_map(problem, name, getattr(params, f"{name}_strides"), rows, columns)
-                for name, rows in config.boxes.items()
+                for name, rows in boxes.items()
             ],
             problem.device,
         )
@@ -74,7 +82,10 @@ class PersistentLaunch(AttentionLaunch):
         self, *pointers: int, stream: Any = None, workspace: int = 0, bias: int = 0
     ) -> bytes:
         """The argument, after the launch of the kernel that makes the maps of sequences, if any."""
-        maps = self.maps[self.mapped(pointers)]
+        mapped = self.mapped(pointers)
+        maps = self.maps[mapped]
+        if self.pages:  # whose table takes the place of a bias
+            maps = pack_two(bias, mapped[2]) + self.pages + maps
         base = self.pack(*pointers) + self.tail
         packed = NO_SEQUENCES
         if self.sequences:
@@ -91,7 +102,8 @@ class OwnLengths:
     """The kernel before a persistent one: a tensor map for each sequence, and the list of tiles."""
 
     def __init__(self, config: KernelConfig, problem: Problem, params: ctypes.Structure) -> None:
-        self.launch = AttentionLaunch(SEQUENCE_MAPS, problem, params)
+        maps = SEQUENCE_MAPS if problem.pages is None else MAPS_OF_PAGES
+        self.launch = AttentionLaunch(maps, problem, params)
         names = call_fields(params)
         lengths = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         self.lengths = operator.itemgetter(*map(names.index, lengths))
@@ -144,6 +156,25 @@ class SplitLaunch(PersistentLaunch):
         super().start(stream, params)
         with dependent_launches():  # it reads what the kernel before it has left, and no more
             self.combine.start(stream, self.without_captures(params))
+
+
+def box_of_pages(block_n: int, rows: Any) -> int:
+    """Rows of a box of keys, of which a tile has ``block_n``: it lies within a page.
+
+    Args:
+        rows: the `PagedRows`.
+    """
+    if rows.capacity <= rows.page_size:  # the only one of its sequence
+        return block_n
+    return math.gcd(block_n, rows.page_size)
+
+
+def _behind_v(problem: Problem, row_step: int, box_rows: int) -> bytes:
+    """What follows the two pointers of `PagesOfKeys`."""
+    found = pages.PagesOfKeys(
+        rows=problem.pages, v_row_bytes=row_step * ITEM_SIZE[problem.dtype], box_rows=box_rows
+    )
+    return bytes(found)[pages.PagesOfKeys.rows.offset :]
 
 
 def num_tiles(config: KernelConfig, problem: Problem, shares: int) -> int:

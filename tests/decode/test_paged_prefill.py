@@ -1,0 +1,52 @@
+"""Many new tokens on a cache in pages, which the forward of sm_90 reads where they lie."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulator import COMPILER
+from matrix import each_library
+from places import PYTHONPATH
+from targets import has
+
+from cupyflash.ops.attention.sm90.launch import box_of_pages
+from cupyflash.ops.decode.paged_rows import structs
+
+
+@pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
+def test_emulated(emulated_kernels):
+    """In a process that takes itself for one with a Hopper GPU."""
+    variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
+    program = Path(__file__).with_name("prefill_calls.py")
+    command = [sys.executable, str(program), str(emulated_kernels)]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=500
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+
+
+@each_library(library="torch", device="cuda")
+def test_on_a_gpu(target):
+    """The same calls, and one whose keys blocks share."""
+    from prefill_calls import CASES, GATHERED, SPLIT, check, splits
+
+    for case in (*CASES, *GATHERED):
+        check(case, "cuda")
+    with splits(3):
+        check(SPLIT, "cuda")
+
+
+@pytest.mark.parametrize("page", [8, 16, 24, 32, 48, 64, 100, 128, 256, 4096])
+@pytest.mark.parametrize("block_n", [64, 80, 96, 112, 128])
+def test_boxes_lie_within_pages(page, block_n):
+    """A box of a tile begins at a multiple of its rows, and one lane of a warp copies it."""
+    rows = box_of_pages(block_n, structs.PagedRows(page_size=page, capacity=3 * page))
+    assert page % rows == 0 and block_n % rows == 0 and block_n <= 32 * rows
+    assert rows % 8 == 0 or page % 8
+
+
+def test_the_box_of_a_single_page():
+    assert box_of_pages(96, structs.PagedRows(page_size=1001, capacity=1001)) == 96
