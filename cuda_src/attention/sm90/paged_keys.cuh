@@ -1,6 +1,5 @@
-// The loaders of K and V in pages (key_pages.cuh): a warp for each, of which every lane reads the
-// entry of the table for one box of a tile, a tile ahead. One lane then copies all boxes, whose
-// places are those of the one before them a few rows on.
+// The loaders of K and V in pages (key_pages.cuh): a warp for each, of which every lane copies one
+// box of a tile. So a tile takes one load from the table, which is made a tile ahead.
 //
 // 0 * NaN is NaN, so no row of V that the sequence does not own may reach a product, although the
 // mask hides it. Its first page may have such rows before the window, and its last one behind the
@@ -9,6 +8,13 @@
 // are no pages: their coordinate is -1. Such rows of K give scores that the mask replaces.
 #pragma once
 #include "fwd_block.cuh"
+
+// One box of a tile: where a lane reads it.
+struct PagePiece {
+  int number;  // of the page in the sequence
+  int entry;   // of the table; it is not looked at before the copy, which its load thus precedes
+  int row;     // in the page
+};
 
 // K or V of the sequence of one query tile.
 template <RowsMap WHICH>
@@ -35,25 +41,27 @@ struct TilePages {
     }
   }
 
-  // The entry of a key's page. Its caller does not look at it before it copies, so that the load
-  // is under way meanwhile.
-  __device__ int entry_of(int key) const {
+  // The box that begins with this key.
+  __device__ PagePiece at(int key) const {
     const int number = pages.rows.page_of(key);
-    return number >= seen.first && number <= seen.last ? table[number] : -1;
+    int entry = -1;
+    if (number >= seen.first && number <= seen.last) entry = table[number];
+    return {number, entry, key - number * pages.rows.page_size};
   }
 
-  // Copies the column blocks of a box in a page, which is -1 if there is none, and its number.
+  // Copies the column blocks of a box.
   template <class Tile>
-  __device__ void load(uint32_t dst, uint32_t barrier, int number, int page, int row,
-                       int head) const {
+  __device__ void load(uint32_t dst, uint32_t barrier, const PagePiece& piece, int head) const {
     const TensorMap* map = all;
+    int row = piece.row;
     if constexpr (WHICH == RowsMap::V) {
-      if (number == seen.last) map = last;
-      if (number == seen.first && seen.first_row > 0) {
+      if (piece.number == seen.last) map = last;
+      if (piece.number == seen.first && seen.first_row > 0) {
         map = first;
         row -= seen.first_row;
       }
     }
+    const int page = pages.rows.has(piece.entry) ? piece.entry : -1;
 #pragma unroll
     for (int block = 0; block < Tile::NUM_BLOCKS; ++block) {
       tma_load(dst + block * Tile::BLOCK_BYTES, *map, barrier, block * 64, row, head, page);
@@ -68,9 +76,9 @@ __device__ __forceinline__ void load_paged_keys(const Params& params, FwdShared<
   using TileKV = typename Choose<IS_K, typename L::TileK, typename L::TileV>::Type;
   const AttentionShape& shape = params.base.shape;
   const int lane = threadIdx.x % 32;
-  const int box_rows = params.box_rows, lane_row = lane * box_rows;
+  const int first_row = lane * params.box_rows;  // of the lane's box in a tile
   auto& barriers = IS_K ? shared.k : shared.v;
-  smem += IS_K ? L::K_OFFSET : L::V_OFFSET;
+  smem += (IS_K ? L::K_OFFSET : L::V_OFFSET) + first_row * TileKV::ROW_BYTES;
   Ring<FWD_TILE_RECORDS> record;
   Ring<L::KV_STAGES> ring;
 #pragma unroll 1
@@ -83,29 +91,19 @@ __device__ __forceinline__ void load_paged_keys(const Params& params, FwdShared<
     int n = tile.n_range.end - 1;
     const int n_almost = min(n, n_begin + LOOK_AHEAD);
     if (n < n_begin && lane == 0) mbarrier_arrive(smem_address(&shared.almost_loaded));
-    int entry = pages.entry_of(max(n, 0) * L::BLOCK_N + lane_row);
+    PagePiece piece = pages.at(max(n, 0) * L::BLOCK_N + first_row);
 #pragma unroll 1
     for (; n >= n_begin; --n, ring.advance()) {
-      const int next_entry = pages.entry_of(max(n - 1, 0) * L::BLOCK_N + lane_row);
+      const PagePiece next = pages.at(max(n - 1, 0) * L::BLOCK_N + first_row);
       if (n == n_almost && lane == 0) mbarrier_arrive(smem_address(&shared.almost_loaded));
       barriers.wait_empty(ring);
       const uint32_t full = smem_address(&barriers.full[ring.stage]);
       if (lane == 0) mbarrier_arrive_expect(full, TileKV::BYTES);
       __syncwarp();  // the barrier knows of the bytes
-      const int lane_page = params.rows.has(entry) ? entry : -1;
-      int page = __shfl_sync(0xffffffffu, lane_page, 0);
-      int number = params.rows.page_of(n * L::BLOCK_N);
-      int row = n * L::BLOCK_N - number * params.rows.page_size;
-#pragma unroll 4
-      for (int i = 0; i * box_rows < L::BLOCK_N; ++i) {
-        const int next_page = __shfl_sync(0xffffffffu, lane_page, i + 1);  // on its way early
-        const uint32_t to = smem + ring.stage * TileKV::BYTES + i * box_rows * TileKV::ROW_BYTES;
-        if (elect_one()) pages.template load<TileKV>(to, full, number, page, row, head_kv);
-        row += box_rows;
-        if (row >= params.rows.page_size) ++number, row = 0;
-        page = next_page;
+      if (first_row < L::BLOCK_N) {
+        pages.template load<TileKV>(smem + ring.stage * TileKV::BYTES, full, piece, head_kv);
       }
-      entry = next_entry;
+      piece = next;
     }
     __syncwarp();  // all lanes have read the record
   }
