@@ -16,7 +16,6 @@ from cupyflash.ops.decode.embedding import embedding
 from cupyflash.ops.linear.head_norm import head_norm
 
 from ...runtime.array import Array
-from ...runtime.lookup import library_of
 from .config import LlamaConfig
 from .weights import LayerWeights, Weights
 
@@ -61,9 +60,8 @@ def project_qkv(
 
 
 def logits(config: LlamaConfig, weights: Weights, x: Array) -> Array:
-    """float32 (rows, vocab_size) of hidden states (rows, width)."""
-    found = cupyflash.linear(x, weights.head_weight, norm=norm_of(config, weights.final_norm))
-    return library_of(found).cast(found, weights.cos)
+    """(rows, vocab_size) of hidden states (rows, width), in their dtype."""
+    return cupyflash.linear(x, weights.head_weight, norm=norm_of(config, weights.final_norm))
 
 
 def norm_of(config: LlamaConfig, weight: Array) -> cupyflash.Norm:
