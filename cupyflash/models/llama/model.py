@@ -106,7 +106,7 @@ class Llama:
             pool: a `PagePool` of as many layers.
         """
         config, weights = self.config, self.weights
-        attention = layers.cached_attention(config, batch, pool)
+        attention = layers.paged_attention(config, batch, pool)
         x = layers.hidden_states(config, weights, batch.tokens, batch.row_positions, attention)
         if batch.last is not None:
             x = embedding(batch.last, x)  # a gather of rows
