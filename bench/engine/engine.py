@@ -204,7 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--dtype", choices=harness.DTYPES, default="bfloat16")
     add("--steps", type=int, default=64, help="of decoding, that are timed")
-    add("--max-batch", type=int, default=128, help="of the engine for requests at once")
+    add("--max-batch", type=int, default=256, help="of the engine for requests at once")
     add("--seconds", type=float, default=float("inf"), help="after these nothing goes on")
     return parser
 

@@ -17,15 +17,12 @@
 // A block that takes several rows, with the next one on its way, was no faster: the other blocks of
 // the multiprocessor keep the memory busy as well.
 #pragma once
-#include "../ptx/dependent_launch.cuh"
 #include "cluster_exchange.cuh"
 #include "row_tile.cuh"
 
 // EARLY: weight and bias are loaded before the statistics are computed, where registers allow it.
 template <class Tile, int CLUSTER, bool EARLY, bool RMS, typename T, typename WEIGHT>
 __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
-  launch_next_kernel();
-
   // ---- which row, and which of its columns ----
   constexpr int LOADS = Tile::LOADS, VECTOR = Tile::VECTOR;
   const NormShape& shape = params.shape;
@@ -50,7 +47,6 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
   if constexpr (CLUSTER > 1) exchange.init();
 
   // ---- read, add the residual ----
-  wait_for_previous_kernel();
   RowPacks<Tile, WEIGHT> weights, biases;
   const WEIGHT* weight = static_cast<const WEIGHT*>(params.weight) + begin + Tile::column(0);
   const WEIGHT* bias = static_cast<const WEIGHT*>(params.bias) + begin + Tile::column(0);

@@ -59,7 +59,6 @@ class NormFwd(RowConfig):
     """Forward of rows that fit into the registers of a block."""
 
     source: ClassVar[str] = "norm/norm_fwd.cu"
-    dependent: ClassVar[bool] = True
 
     row_threads: int
     loads: int
@@ -105,7 +104,6 @@ class NormFwdCluster(RowClusterConfig):
     """Forward of longer rows."""
 
     source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
-    dependent: ClassVar[bool] = True
 
     blocks: int
 
