@@ -20,10 +20,12 @@ from bench.lib.timing import medians
 from cupyflash.commands.generate import DTYPES
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.decoder import Decoder
+from cupyflash.runtime.structs import header
 
 MODES = ("naive", "flash", "fused")
 PREFILL = (8, 1024)  # batch, tokens; less where the context is shorter
 DECODE = ((1, 512), (32, 512))
+MAX_BATCH = header("block/params.cuh").MAX_BATCH  # of the persistent kernel
 
 
 def our_models(options: argparse.Namespace) -> dict[str, Gpt2]:
@@ -136,9 +138,9 @@ class Bench:
         count = min(self.options.new_tokens, self.model.config.context - length)
         given, runs = tokens_of(self.model, batch, length), {}
         for mode, model in self.ours.items():
-            ways = ("graph", "persistent") if mode == "fused" and _gpu() else ("auto",)
-            for how in ways:
-                name = f"cupyflash-{mode}" + (f"-{how}" if len(ways) > 1 else "")
+            ways = ["graph", "persistent"] if mode == "fused" and _gpu() else ["auto"]
+            for how in ways[:1] if batch > MAX_BATCH else ways:
+                name = f"cupyflash-{mode}" + (f"-{how}" if how != "auto" else "")
                 own = Gpt2(model.config, model.weights, mode=mode)  # which keeps its graphs
                 runs[name] = functools.partial(our_step_ms, own, given, count, how)
         for name, peer in self.peers.items():
