@@ -6,15 +6,15 @@ Three kinds of cells for each model: a step of decoding of some sequences, a lon
 requests of mixed lengths at once. The peers are transformers with a static cache, compiled with
 CUDA graphs, and for the requests its own continuous batching. Two layers of each model are compared
 with transformers in float64 first; a model that is wrong is left out and said so, and the exit
-status is 1. Rows are written as they come; after --seconds no cell begins any more. `share` is the
-time that the weights and the cache take at the rate of a copy, as a part of the time of a step.
+status is 1. Rows are written as they come; after --seconds no cell begins any more, and one that
+has begun is broken off, as compiling a long prompt takes transformers minutes. `share` is the time
+that the weights and the cache take at the rate of a copy, as a part of the time of a step.
 """
 
 import argparse
 import functools
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from rich.table import Table
 
 from bench.engine import ours, peers
 from bench.lib import data, harness, plots
+from bench.lib.deadline import Deadline
 from bench.lib.report import Row, new_table
 
 DECODE = ((1, 512), (32, 1024))  # sequences, keys of each
@@ -131,21 +132,20 @@ def model_of(name: str, impl: str, dtype: str) -> Any:
     return ours.random_for_engine(name, dtype)
 
 
-def measure(run: harness.Run, name: str, impl: str, deadline: float) -> None:
+def measure(run: harness.Run, name: str, impl: str, deadline: Deadline) -> None:
     """The rows of one implementation of a model, of which one is in memory at a time."""
     options = run.options
     try:
-        model = model_of(name, impl, options.dtype)
+        with deadline.enforced():
+            model = model_of(name, impl, options.dtype)
     except Exception as error:  # transformers and the GPU raise many kinds
         run.notes.left_out(impl, error, name)
         return
     clock_of = our_clock if impl == "cupyflash" else functools.partial(peer_clock, impl)
     for cell in (cell for cell in cells_of(options) if cell.model == name):
-        if time.monotonic() > deadline:
-            run.notes.say(f"{impl} left out from {cell} on: --seconds are over")
-            return
         try:
-            run.rows += measured(run, cell, impl, clock_of(model, cell, options))
+            with deadline.enforced():
+                run.rows += measured(run, cell, impl, clock_of(model, cell, options))
         except Exception as error:
             run.notes.left_out(impl, error, str(cell))
         if run.rows:
@@ -204,15 +204,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--dtype", choices=harness.DTYPES, default="bfloat16")
     add("--steps", type=int, default=64, help="of decoding, that are timed")
-    add("--max-batch", type=int, default=128, help="of the engine for requests at once")
-    add("--seconds", type=float, default=float("inf"), help="after these no cell begins")
+    add("--max-batch", type=int, default=256, help="of the engine for requests at once")
+    add("--seconds", type=float, default=float("inf"), help="after these nothing goes on")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     run = harness.Run("engine", PROTOCOL, arguments, options)
-    run.options, deadline = options, time.monotonic() + options.seconds
+    run.options, deadline = options, Deadline(options.seconds)
     for name, impl in run.each(itertools.product(options.models, options.impls)):
         measure(run, name, impl, deadline)
     run.draw(draw)

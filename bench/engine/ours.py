@@ -64,7 +64,7 @@ def whole_logits(model: Any, tokens: Sequence[int]) -> numpy.ndarray:
         for target, values in zip(made, arrays):
             device.write(target, numpy.array(values, "int32"))
         size = config.layers, 2, len(tokens), config.heads_kv, config.head_dim
-        batch = Batch(*made, len(tokens))
+        batch = Batch(*made, len(tokens), sequences=device.integers(len(tokens)))
         found = model.logits(batch, PagePool(*size, model.like))
     found = found.get() if hasattr(found, "get") else found
     return found.astype("float32") if isinstance(found, numpy.ndarray) else found.float().cpu()

@@ -6,7 +6,9 @@ Prefill is 8 x 1024 tokens by CUDA events as in bench attention. Decode is greed
 with the tokens on the host as they come: the host's clock from the first token to the last, the
 median of the repeats. Logits after a prompt are compared with transformers in float64 first; who
 is off by more than twice transformers in this dtype, plus rounding, is left out and said so; exit
-status 1 if that is cupyflash. HBM traffic comes from ncu (--ncu) or is not shown.
+status 1 if that is cupyflash. (The compiled one is checked before it is compiled, as each shape is
+compiled anew.) After --seconds transformers is left out. HBM traffic comes from ncu (--ncu) or is
+not shown.
 """
 
 import argparse
@@ -19,11 +21,13 @@ from bench.gpt2.measure import ops_of, our_models, prefill_shape
 from bench.gpt2.ops import prompt_attention
 from bench.gpt2.report import draw, peers_table, story_table
 from bench.lib import harness, traffic
+from bench.lib.deadline import Deadline
 from bench.lib.report import Row
 from cupyflash.commands.generate import DTYPES
 from cupyflash.models.gpt2.config import SIZES
 
 PEERS = ("transformers-eager", "transformers-sdpa", "transformers-compile")
+SECONDS = 35.0  # so that all of it ends within a minute; compiling alone takes a quarter of one
 PROTOCOL = (
     "prefill: CUDA events, L2 cold and clean, launch cost hidden, in turn, median of {repeats}; "
     "decode: greedy, host clock from the first token to the last of {new_tokens}, median of "
@@ -34,14 +38,15 @@ PROTOCOL = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = harness.parser("gpt2", __doc__, repeats=10)  # --output names a picture, too
+    parser = harness.parser("gpt2", __doc__, repeats=5)  # --output names a picture, too
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="checkpoint folder")
     source.add_argument("--random", choices=SIZES, default="small")
     add("--dtype", choices=DTYPES, default="fp16")
-    add("--new-tokens", type=int, default=128)
+    add("--new-tokens", type=int, default=64)
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    add("--seconds", type=float, default=SECONDS, help="after these no peer goes on")
     add("--ncu", action="store_true", help="measure HBM traffic too")
     add("--profile", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -78,11 +83,11 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if options.profile:
         return profile(options)
+    deadline = Deadline(options.seconds)
     run = harness.Run("gpt2", PROTOCOL, arguments, options)
-    bench, moved = measure.Bench(options, run), {}
-    for part in run.each(
-        [bench.prefill, *(functools.partial(bench.decode, *x) for x in measure.DECODE)]
-    ):
+    bench, moved = measure.Bench(options, run, deadline), {}
+    decoding = (functools.partial(bench.decode, *x) for x in measure.DECODE)
+    for part in run.each([*decoding, bench.prefill]):
         run.rows += part()
     ops = bench.ops()
     if options.ncu:

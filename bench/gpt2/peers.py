@@ -32,6 +32,11 @@ class Peer:
     compiled: bool
     caches: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def plain(self) -> Any:
+        """The model as it is without torch.compile."""
+        return getattr(self.model, "_orig_mod", self.model)
+
     def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits (batch, vocabulary) after the last tokens."""
         with torch.no_grad():
@@ -40,11 +45,11 @@ class Peer:
     def decode(self, tokens: torch.Tensor, steps: int, mark: Callable[[], None]) -> torch.Tensor:
         """New tokens (batch, steps); ``mark`` is called when the first has been computed."""
         cache = self.empty_cache(len(tokens), tokens.shape[1] + steps)
-        plain = getattr(self.model, "_orig_mod", self.model)  # prompts have a shape of their own
         found = []
         with torch.no_grad():
             # The cache by its place, since transformers 5.24 has given it another name.
-            logits = plain(tokens, cache, logits_to_keep=1).logits
+            # Prompts have a shape of their own, for which nothing is compiled.
+            logits = self.plain(tokens, cache, logits_to_keep=1).logits
             for step in range(steps):
                 token = logits[:, -1].argmax(-1, keepdim=True)
                 found.append(token.clone())

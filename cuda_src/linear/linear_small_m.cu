@@ -2,6 +2,7 @@
 // (small_m.cuh): on tensor cores by mma.sync, or without. A block has a share of the pairs of
 // columns of out, so no block waits for another. If there is a norm, every block normalises x in
 // its shared memory.
+#include "../ptx/dependent_launch.cuh"
 #include "column_pairs.cuh"
 #include "small_m.cuh"
 
@@ -49,6 +50,8 @@ __global__ void __launch_bounds__(SMALL_M_THREADS, 1)
   const EvenTiles tiles(pairs.size());
 
   // ---- weights and x on their way ----
+  wait_for_previous_kernel();
+  launch_next_kernel();
   SliceRing<Tile> ring(smem);
   Slices<Tile, Weights> slices(
       Weights{params, pairs.begin, tiles, shared_walk<Tile>(tiles, params.depth)},

@@ -50,7 +50,9 @@ class Place:
     def zeros(self, shape: int | Sequence[int], dtype: str) -> Array:
         """An array of zeros; ``dtype`` is a name, such as "int32"."""
         if self.name == "torch":
-            return self.module.zeros(shape, dtype=self.dtype(dtype), device=self.device)
+            # Inference tensors could be written in inference mode only.
+            with self.module.inference_mode(False):
+                return self.module.zeros(shape, dtype=self.dtype(dtype), device=self.device)
         return self.module.zeros(shape, self.dtype(dtype))
 
     def put(self, values: numpy.ndarray) -> Array:

@@ -1,23 +1,8 @@
 """Steps of a Llama as the engine makes them: some new tokens of each sequence, keys in pages."""
 
-import dataclasses
-from typing import Any
-
 import numpy
 
-
-@dataclasses.dataclass
-class Step:
-    """A step as a model sees it; what it means is said in the engine's `Batch`."""
-
-    tokens: Any
-    row_positions: Any
-    positions: Any
-    page_table: Any
-    cu_seqlens: Any = None
-    max_new: int = 1
-    last: Any = None
-    num_splits: int = 0
+from cupyflash.models.engine import Batch
 
 
 class Pages:
@@ -57,7 +42,10 @@ class Sequences:
         ends = numpy.cumsum([0, *counts])
         packed = set(counts) != {1}
         tokens = [x[i] for x, part in zip(self.sequences, parts) for i in part]
-        return Step(
+        rows = None
+        if packed and not any(self.done):
+            rows = put(numpy.repeat(numpy.arange(len(counts)), counts))
+        return Batch(
             tokens=put(tokens),
             row_positions=put([i for part in parts for i in part]),
             positions=put(self.done),
@@ -65,6 +53,7 @@ class Sequences:
             cu_seqlens=put(ends) if packed else None,
             max_new=max(counts),
             last=None if every else put(ends[1:] - 1),
+            sequences=rows,
         )
 
     def advance(self, counts):

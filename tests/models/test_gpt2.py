@@ -334,7 +334,7 @@ def test_running_out_of_memory_names_what_fits(target, monkeypatch):
     def full(*arguments, **options):
         raise MemoryError("no more")
 
-    monkeypatch.setattr(layers, "attention_with_cache", full)
+    monkeypatch.setattr(layers, "cached_attention", full)
     bad(MemoryError, match, lambda: gpt2.generate(given, 120))
     monkeypatch.undo()
     assert gpt2.generate(given, 5) == expected

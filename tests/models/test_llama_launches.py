@@ -29,7 +29,10 @@ LAYERS = {
 
 
 def launched(size):
-    """The names of the kernels of a step with one token of each of 1 and of 8 sequences."""
+    """The names of the kernels of a step with one token of each of 1 and of 8 sequences.
+
+    And of one with the first 12 tokens of 8 sequences: "prompts".
+    """
     from llama_steps import Sequences
 
     from bench.lib.dry_run import hopper
@@ -40,12 +43,12 @@ def launched(size):
     config = dataclasses.replace(SIZES[size], **shape)
     llama = Llama.random(config, library="torch", device="cpu", dtype="bfloat16")
     found = {}
-    for batch in (1, 8):
+    for name, batch, count in ((1, 1, 1), (8, 8, 1), ("prompts", 8, 12)):
         run, names = Sequences(llama, [[1] * 20] * batch), []
         load = lambda config, device, names=names: lambda *arguments: names.append(config.name)
         with hopper(), mock.patch.object(jit, "load", load):
-            run.step([1] * batch)
-        found[batch] = names
+            run.step([count] * batch)
+        found[name] = names
     return found
 
 
@@ -69,6 +72,14 @@ def test_a_step_of_decoding(found, size, batch):
     expected = 2 * LAYERS[size]
     assert len(layers) == len(expected)
     assert all(name in allowed for name, allowed in zip(layers, expected)), layers
+
+
+def test_a_step_over_prompts(found):
+    """Those that begin with it read no page, and nothing is gathered."""
+    first, *layers, norm, head = found["llama-3.2-1b"]["prompts"]
+    projection, attention = ["norm_fwd", "linear_sm90"], ["cache_append", "flash_fwd_sm80"]
+    layer = [*projection, *attention, "linear_sm90", *projection, "linear_sm90"]
+    assert (first, layers, [norm, head]) == ("embedding", 2 * layer, projection)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ def test_commands_run_as_written(text, tmp_path):
 def test_ci_runs_the_commands_of_the_readme():
     script = (ROOT / ".ci" / "run").read_text()
     commands = [text for _, text in blocks_of(README, "bash")]
-    assert len(commands) == 2
+    commands += re.findall("`(pip install [^`]*)`", README.read_text())
+    assert len(commands) == 3
     for text in commands:
         assert f"as_user '{text.strip()}'" in script
 

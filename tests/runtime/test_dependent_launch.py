@@ -161,6 +161,7 @@ def operations(cupy):
     cache = [float16(cupy, 20, 300, 4, 64, seed=seed) for seed in (2, 3)]
     positions = cupy.asarray(numpy.random.default_rng(0).integers(0, 300, 20), "int32")
     x, heads = [(20, 256)], [(20, 1, 4, 64)] * 3
+    deep = float16(cupy, 4096, 2048)  # so deep that linear_small_m takes a row
     long = [float16(cupy, 2, 20000, 1, 64, seed=seed) for seed in (2, 3)]
     lengths = cupy.asarray([100, 19999], "int32")
 
@@ -176,12 +177,13 @@ def operations(cupy):
         "residual": (x, "float16", lambda x: cupyflash.linear(x, weight[:256], residual=x)),
         "norm": (x, "float16", lambda x: cupyflash.linear(x, weight, bias, norm=norm)),
         "mlp": (x, "float16", lambda x: cupyflash.mlp(x, weight, down, residual=x, norm=norm)),
+        "deep": ([(1, 2048)], "float16", lambda x: cupyflash.linear(x, deep)),
         "attention": (heads, "float16", attention),
         "splits": ([(2, 1, 1, 64)] * 3, "float16", splits),
     }
 
 
-NAMES = ("embedding", "linear", "residual", "norm", "mlp", "attention", "splits")
+NAMES = ("embedding", "linear", "residual", "norm", "mlp", "deep", "attention", "splits")
 
 
 @on_hopper

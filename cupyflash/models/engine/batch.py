@@ -22,6 +22,8 @@ class Batch:
         max_new: the most rows of a sequence.
         last: (wanted,), the rows whose logits are wanted; None: all.
         num_splits: as `attention_with_cache` takes it.
+        sequences: (rows,), the sequence of each row, where all sequences begin with this step, so
+            that attention needs no page; None where one has keys in the cache.
     """
 
     tokens: Array
@@ -32,3 +34,4 @@ class Batch:
     max_new: int = 1
     last: Array | None = None
     num_splits: int = 0
+    sequences: Array | None = None

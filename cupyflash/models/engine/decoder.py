@@ -8,6 +8,7 @@ nobody has. Prompts that end in a step become the rows behind those that decode.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,11 @@ ALIGNMENT = 4  # int32 numbers: 16 bytes
 def padded(rows: int) -> int:
     """The rows of the graph that so many rows take."""
     return next((x for x in SMALL_BATCHES if x >= rows), -(-rows // BATCH_STEP) * BATCH_STEP)
+
+
+def power_of_2(least: int) -> int:
+    """The first power of 2 that is not smaller."""
+    return 1 << (least - 1).bit_length()
 
 
 class Decoder:
@@ -73,7 +79,7 @@ class Decoder:
         )
         self.choices = integers(size, CHOICE_WORDS)
         tables = max(max_pages, 2 * (MOST_KEYS // pool.page_size + size))
-        self.prompts = integers(2 * CHUNK + 3 * size + tables + 8 * ALIGNMENT)
+        self.prompts = integers(3 * CHUNK + 3 * size + tables + 8 * ALIGNMENT)
         self.graphs: dict[int, Callable[[], Array]] = {}
         self.order: list[Request] = []  # the requests of the rows on the device
         self.pages: list[int] = []  # how many pages of each row are in the table there
@@ -158,24 +164,27 @@ class Decoder:
 
     def _packed(self, chunks: list[Chunk]) -> Batch:
         """The batch of a step over prompts, which goes to the device as one copy."""
-        counts = [len(chunk.tokens) for chunk in chunks]
+        counts, starts = zip(*((len(chunk.tokens), chunk.start) for chunk in chunks))
         ends = numpy.cumsum([0, *counts])
-        longest = max(chunk.start + count for chunk, count in zip(chunks, counts))
-        width = 1 << (self.pool.count(longest) - 1).bit_length()  # few widths have few plans
+        longest = max(map(operator.add, starts, counts))
+        width = power_of_2(self.pool.count(longest))  # few widths have few plans
         table = numpy.full((len(chunks), min(width, self.table.shape[1])), PADDING)
         for row, (request, *_) in zip(table, chunks):
             row[: len(request.pages)] = request.pages[: table.shape[1]]
         wanted = [end - 1 for chunk, end in zip(chunks, ends[1:]) if chunk.ends]
         parts = [
             numpy.concatenate([chunk.tokens for chunk in chunks]),
-            numpy.concatenate([chunk.start + numpy.arange(n) for chunk, n in zip(chunks, counts)]),
-            numpy.array([chunk.start for chunk in chunks]),
+            numpy.concatenate([start + numpy.arange(n) for start, n in zip(starts, counts)]),
+            numpy.array(starts),
             table,
             ends,
             numpy.array(wanted or ends[-1:] - 1),
         ]
-        arrays = self._upload(parts)
-        return Batch(*arrays[:5], max(counts), arrays[5], self.num_splits)
+        if not any(starts):
+            parts.append(numpy.repeat(numpy.arange(len(chunks)), counts))
+        *arrays, last, sequences = [*self._upload(parts), None][:7]
+        most = min(int(ends[-1]), power_of_2(max(counts)))
+        return Batch(*arrays, most, last, self.num_splits, sequences)
 
     def _upload(self, parts: list[numpy.ndarray]) -> list[Array]:
         """The parts as arrays on the device, which the next call overwrites."""

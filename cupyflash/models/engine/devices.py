@@ -15,6 +15,7 @@ from ...runtime.array import Array
 from ...runtime.launch import dependent_launches
 from ...runtime.lookup import library_of
 from ...runtime.scratch import no_garbage_collected
+from ..place import Place
 
 STAGES = 8  # pinned buffers of copies to the device; a copy waits for the eighth before it
 
@@ -32,20 +33,27 @@ class Device:
     captures = False
 
     def __init__(self, like: Array) -> None:
-        self.like = like
+        self.like, library = like, library_of(like)
+        view, name = library.view(like), library.name.partition(".")[0]
+        self.place, self.dtype = Place(name, "cpu" if view.device < 0 else "cuda"), view.dtype
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Context in which the device is the current one, and nothing records a gradient."""
         yield
 
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Zeros; ``dtype`` is a name."""
+        with self.current():
+            return self.place.zeros(shape, dtype)
+
     def pool(self, shape: tuple[int, ...]) -> Array:
         """Zeros with the dtype of ``like``."""
-        return numpy.zeros(shape, self.like.dtype)
+        return self.zeros(shape, self.dtype)
 
     def integers(self, *shape: int) -> Array:
         """Zeros, int32."""
-        return numpy.zeros(shape, "int32")
+        return self.zeros(shape, "int32")
 
     def write(self, target: Array, values: numpy.ndarray) -> None:
         """Copy int32 numbers into a contiguous array of their shape."""
@@ -91,14 +99,6 @@ class CupyDevice(Device):
     def current(self) -> Iterator[None]:
         with self.like.device:
             yield
-
-    def pool(self, shape: tuple[int, ...]) -> Array:
-        with self.like.device:
-            return self.cupy.zeros(shape, self.like.dtype)
-
-    def integers(self, *shape: int) -> Array:
-        with self.like.device:
-            return self.cupy.zeros(shape, "int32")
 
     def write(self, target: Array, values: numpy.ndarray) -> None:
         if not values.size:
@@ -177,15 +177,6 @@ class TorchDevice(Device):
     def current(self) -> Iterator[None]:
         with self.torch.no_grad(), self.torch.cuda.device(self.like.get_device()):
             yield  # the device -1, the CPU, changes nothing
-
-    def pool(self, shape: tuple[int, ...]) -> Array:
-        # Steps write to it: inference tensors could be written in inference mode only.
-        with self.torch.inference_mode(False):
-            return self.torch.zeros(shape, dtype=self.like.dtype, device=self.like.device)
-
-    def integers(self, *shape: int) -> Array:
-        with self.torch.inference_mode(False):
-            return self.torch.zeros(shape, dtype=self.torch.int32, device=self.like.device)
 
     def write(self, target: Array, values: numpy.ndarray) -> None:
         source = self.torch.from_numpy(numpy.array(values, "int32"))

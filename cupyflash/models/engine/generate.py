@@ -27,7 +27,7 @@ class Engine:
     Args:
         model: a language model: ``config`` with ``layers``, ``heads_kv``, ``head_dim``,
             ``vocab_size``, ``max_positions`` and ``eos_token_ids``; ``like``, one of its arrays;
-            ``logits(batch, pool)``, float32 (wanted, vocab_size) of a `Batch`.
+            ``logits(batch, pool)``, (wanted, vocab_size) of a `Batch`, of any dtype.
         pages: of the pool, with one for padding; None takes most of the free memory of a GPU.
         page_size: tokens of a page.
         max_batch: the most requests that decode at once.

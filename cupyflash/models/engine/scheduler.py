@@ -1,7 +1,8 @@
 """Which requests the next step is for: a step is either over prompts or decodes.
 
 Prompts come first, in the order of their arrival, packed into steps of at most `CHUNK` new tokens;
-a longer prompt takes several steps. A request is admitted when there are pages for all of its
+a longer prompt takes several steps, and one that has no room behind others waits for the next step,
+so that it is computed as it is alone. A request is admitted when there are pages for all of its
 tokens so far. Where pages run out while requests decode, the one that was admitted last gives all
 of its pages back and waits; what it had is computed again. The first request always goes on, so all
 of them end.
@@ -13,7 +14,9 @@ from typing import NamedTuple
 from .pool import PagePool
 from .request import Request
 
-CHUNK = 2048  # new tokens of a step over prompts
+# New tokens of a step over prompts: enough that the GPU is at work while the host prepares the
+# launches of the next step, also with a model of 1B parameters.
+CHUNK = 8192
 MOST_KEYS = 65536  # sequences of a step over prompts times the longest: attention may gather them
 
 
@@ -58,10 +61,11 @@ class Scheduler:
             start = request.computed
             tokens = known[start : start + room]
             longest = max(longest, start + len(tokens))
-            if chunks and (len(chunks) + 1) * longest > MOST_KEYS:
+            whole = start + len(tokens) == len(known)
+            if chunks and not (whole and (len(chunks) + 1) * longest <= MOST_KEYS):
                 break
             room -= len(tokens)
-            chunks.append(Chunk(request, tokens, start, start + len(tokens) == len(known)))
+            chunks.append(Chunk(request, tokens, start, whole))
         for request, tokens, _, _ in chunks:
             request.computed += len(tokens)
         return chunks

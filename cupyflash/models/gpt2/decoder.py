@@ -185,6 +185,7 @@ class Decoder:
             put(ends),
             max(lengths),
             None if every else put(ends[1:] - 1),
+            sequences=put(numpy.repeat(numpy.arange(len(lengths), dtype="int32"), lengths)),
         )
 
     def run(self, prompts: Batch) -> Array:

@@ -17,12 +17,12 @@ import numpy
 
 import cupyflash
 from cupyflash.ops.decode.cache_append import cache_append
-from cupyflash.ops.decode.cached_attention import attention_with_cache
 from cupyflash.ops.decode.embedding import embedding
 
 from ...ops.block.block import BlockWeights
 from ...runtime.array import Array, array_namespace
 from ..engine import Batch, PagePool
+from ..engine.attention import cached_attention
 from .config import Gpt2Config
 from .weights import Weights
 
@@ -43,19 +43,12 @@ class PagedAttention:
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         batch, table, caches = self.batch, self.batch.page_table, self.pool.layer(layer)
         if table is None:
-            caches = [x[1 : 1 + batch.positions.shape[0]] for x in caches]
+            caches = tuple(x[1 : 1 + batch.positions.shape[0]] for x in caches)
         if self.naive:
             return self._naive(q, k, v, caches)
-        if batch.cu_seqlens is None:
-            q, k, v = (x[:, None] for x in (q, k, v))
-            options = {}
-        else:
-            options = {"cu_seqlens_q": batch.cu_seqlens, "max_seqlen_q": batch.max_new}
-        options |= {"page_table": table, "num_splits": batch.num_splits}
-        out = attention_with_cache(q, k, v, *caches, batch.positions, **options)
-        return out[:, 0] if batch.cu_seqlens is None else out
+        return cached_attention(batch, caches, q, k, v)
 
-    def _naive(self, q: Array, k: Array, v: Array, caches: list[Array]) -> Array:
+    def _naive(self, q: Array, k: Array, v: Array, caches: tuple[Array, Array]) -> Array:
         """The queries of each sequence in rows of their own, with padding, and its pages in one."""
         batch, xp = self.batch, array_namespace(q)
         count, rows = batch.positions.shape[0], xp.arange(q.shape[0], dtype="int32")

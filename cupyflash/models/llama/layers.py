@@ -9,14 +9,14 @@ head_dim) each, and returns the attention of q, like it.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import cupyflash
 from cupyflash.ops.decode.embedding import embedding
 from cupyflash.ops.linear.head_norm import head_norm
 
 from ...runtime.array import Array
-from ...runtime.lookup import library_of
+from ..engine import Batch, PagePool
+from ..engine.attention import cached_attention, packed_attention
 from .config import LlamaConfig
 from .weights import LayerWeights, Weights
 
@@ -61,9 +61,8 @@ def project_qkv(
 
 
 def logits(config: LlamaConfig, weights: Weights, x: Array) -> Array:
-    """float32 (rows, vocab_size) of hidden states (rows, width)."""
-    found = cupyflash.linear(x, weights.head_weight, norm=norm_of(config, weights.final_norm))
-    return library_of(found).cast(found, weights.cos)
+    """(rows, vocab_size) of hidden states (rows, width), in their dtype."""
+    return cupyflash.linear(x, weights.head_weight, norm=norm_of(config, weights.final_norm))
 
 
 def norm_of(config: LlamaConfig, weight: Array) -> cupyflash.Norm:
@@ -71,41 +70,19 @@ def norm_of(config: LlamaConfig, weight: Array) -> cupyflash.Norm:
     return cupyflash.Norm(weight, None, config.eps, rms=True)
 
 
-def cached_attention(config: LlamaConfig, batch: Any, pool: Any) -> Attention:
-    """Attention of the rows of a step, whose keys and values enter the pages of a pool.
-
-    Args:
-        batch: a `Batch` of the engine.
-        pool: a `PagePool`.
-    """
-    packed = batch.cu_seqlens is not None
+def paged_attention(config: LlamaConfig, batch: Batch, pool: PagePool) -> Attention:
+    """Attention of the rows of a step, whose keys and values enter the pages of a pool."""
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        new = (q, k, v) if packed else tuple(x[:, None] for x in (q, k, v))
-        return cupyflash.attention_with_cache(
-            *new, *pool.layer(layer), batch.positions,
-            page_table=batch.page_table,
-            cu_seqlens_q=batch.cu_seqlens,
-            max_seqlen_q=batch.max_new if packed else None,
-            window=config.window(layer),
-            num_splits=batch.num_splits,
-        )  # fmt: skip
+        return cached_attention(batch, pool.layer(layer), q, k, v, config.window(layer))
 
     return attend
 
 
 def whole_attention(config: LlamaConfig, cu_seqlens: Array, longest: int) -> Attention:
-    """Attention of whole sequences, packed one behind another, without a cache.
-
-    Args:
-        cu_seqlens: int32 (batch + 1,), the first row of each sequence and the end of the last.
-        longest: the most rows of a sequence.
-    """
+    """Attention of whole sequences without a cache; arguments as in `packed_attention`."""
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        return cupyflash.flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest,
-            causal=True, window_size=config.window(layer) or (-1, -1),
-        )  # fmt: skip
+        return packed_attention(q, k, v, cu_seqlens, longest, config.window(layer))
 
     return attend

@@ -10,6 +10,7 @@ import numpy
 from cupyflash.ops.decode.embedding import embedding
 
 from ...runtime.array import Array
+from ...runtime.lookup import library_of
 from ..checkpoint import checkpoint_folder
 from ..place import Place, choose_place
 from . import layers
@@ -95,7 +96,7 @@ class Llama:
         return cls(config, random_weights(config, place, seed), place)
 
     def logits(self, batch: Any, pool: Any) -> Array:
-        """float32 (wanted, vocab_size), what follows the rows that a step asks for.
+        """(wanted, vocab_size) in the model's dtype, what follows the rows that a step asks for.
 
         The keys and values of its rows enter the pool. Nothing waits for the GPU, so a step can be
         captured in a CUDA graph; what lies on a GPU is not checked.
@@ -105,7 +106,7 @@ class Llama:
             pool: a `PagePool` of as many layers.
         """
         config, weights = self.config, self.weights
-        attention = layers.cached_attention(config, batch, pool)
+        attention = layers.paged_attention(config, batch, pool)
         x = layers.hidden_states(config, weights, batch.tokens, batch.row_positions, attention)
         if batch.last is not None:
             x = embedding(batch.last, x)  # a gather of rows
@@ -138,4 +139,5 @@ class Llama:
         attention = layers.whole_attention(config, cu_seqlens, max(lengths))
         x = layers.hidden_states(config, self.weights, rows, places, attention)
         found = layers.logits(config, self.weights, x)
+        found = library_of(found).cast(found, self.weights.cos)  # the angles are float32
         return [found[a:b] for a, b in zip(ends.tolist(), ends.tolist()[1:])]

@@ -54,6 +54,7 @@ class LinearSmallM(LinearConfig):
     """
 
     source: ClassVar[str] = "linear/linear_small_m.cu"
+    dependent: ClassVar[bool] = True
     threads: ClassVar[int] = small_m_rows.SMALL_M_THREADS
 
     rows: int
