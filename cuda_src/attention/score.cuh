@@ -88,9 +88,9 @@ struct Score {
                                : 0.f) {}
 
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
-  // in shared memory, and where rows are queries the key mask beside it. `masked`: some columns of
-  // the tile may be past the end, or hidden by the mask of a text. Without `with_alibi` the scores
-  // lack line().
+  // in shared memory, and where rows are queries the key mask beside it. `masked`: some rows or
+  // columns of the tile may be past the end, or hidden by the mask of a text. Without `with_alibi`
+  // the scores lack line().
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                         AddBiasTile add_bias_tile = {}, bool masked = MASKED,
@@ -127,12 +127,8 @@ struct Score {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row_at = min(at.row + i / 2 * 8, last_row);
-          const int step = n * 8 + i % 2;
-          const int col_at = min(at.col + step, last_col);
-          const text::Place row = {row_at, 0, float(row_at - at.col)};
-          const text::Place col = masked ? text::Place{col_at, 0, float(col_at - at.col)}
-                                         : text::Place{at.col, step, float(step)};
+          const text::Place row = place_of(at.row, i / 2 * 8, last_row, at.col, masked);
+          const text::Place col = place_of(at.col, n * 8 + i % 2, last_col, at.col, masked);
           function(s[n][i], n, i, ROWS == Rows::QUERIES ? row : col,
                    ROWS == Rows::QUERIES ? col : row);
         }
@@ -204,6 +200,12 @@ struct Score {
   }
 
  private:
+  __device__ static text::Place place_of(int first, int step, int last, int column, bool masked) {
+    const int at = min(first + step, last);
+    return masked ? text::Place{at, 0, float(at - column)}
+                  : text::Place{first, step, float(first - column)};
+  }
+
   // The factor of s in the score.
   __device__ static float outer(const AttentionShape& shape) {
     return Options::SOFTCAP ? shape.softcap : HAS_USER_SCORE ? 1.f : shape.scale;

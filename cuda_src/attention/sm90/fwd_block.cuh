@@ -36,6 +36,7 @@ struct EveryFwdTile {
     m_begin = tile.block * block_m;
     m_rows = min(block_m, sequence.seqlen_q - m_begin);
     n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
+    if (HAS_USER_SCORE && m_rows < block_m) n_range.inner_end = n_range.inner_begin;
     head = tile.head;
     batch = tile.batch;
   }

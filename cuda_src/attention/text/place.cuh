@@ -2,14 +2,15 @@
 
 namespace text {
 
-// The position of a query or a key, as the kernels give it to a text. For a column of a tile
-// without a mask, `step` is a constant: so addresses of captures, and distances as floats, are
-// those of the first column plus a constant. A multiprocessor converts no more integers in a clock
-// than it computes exponentials.
+// The position of a query or a key, as the kernels give it to a text. In a tile without a mask
+// `step` is a constant. So addresses of captures, and distances as floats, are those of the first
+// row and column plus a constant, and what depends on the distance alone is computed once for all
+// pairs that have it. A multiprocessor converts no more integers in a clock than it computes
+// exponentials.
 struct Place {
-  int first;          // that of the first column of the fragment, or of this row
+  int first;          // of a row or column of the fragment
   int step;           // from there
-  float from_column;  // the distance from the first column of the fragment
+  float from_column;  // the distance of `first` from the first column of the fragment
 
   __device__ __forceinline__ operator int() const { return first + step; }
 };
@@ -22,7 +23,7 @@ constexpr bool IS_PLACE<Place> = true;
 // float(a - b).
 __device__ __forceinline__ float distance(int a, int b) { return float(a - b); }
 __device__ __forceinline__ float distance(Place a, Place b) {
-  return a.from_column - b.from_column;
+  return (a.from_column - b.from_column) + float(a.step - b.step);
 }
 
 }  // namespace text
