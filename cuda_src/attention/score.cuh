@@ -39,6 +39,8 @@ struct ScoreOptions {
       !SOFTCAP && !ALIBI && BIAS == BiasKind::NONE && !DROPOUT && !HAS_USER_SCORE && !HAS_USER_MASK;
   // Whether the score is another function of S than a product, which has a slope of its own.
   static constexpr bool HAS_SLOPE = SOFTCAP || HAS_USER_SCORE;
+  // Whether tiles off the diagonal have ALiBi as a part of the exponentials, which takes registers.
+  static constexpr bool ALIBI_IS_LINE = ALIBI && !(DROPOUT && is_by_tma(BIAS));
   static_assert(!HAS_USER_SCORE || !(SOFTCAP || ALIBI), "a text takes the place of both");
 };
 
@@ -104,7 +106,7 @@ struct Score {
 
   // The term of ALiBi for queries and keys of which all keys lie on one side of the diagonal.
   __device__ __forceinline__ auto line(const ScorePlace<Rows::QUERIES>& at) const {
-    if constexpr (Options::ALIBI) {
+    if constexpr (Options::ALIBI_IS_LINE) {
       const float distance = float(at.row + at.sequence.diagonal - at.col);
       const float slope = to_units(distance >= 0.f ? at.alibi_slope : -at.alibi_slope);
       return LinearTerm{slope, {-slope * distance, -slope * (distance + 8.f)}};
@@ -168,7 +170,7 @@ struct Score {
                                                        bool masked = MASKED,
                                                        bool with_alibi = true) const {
     if constexpr (Options::ALIBI) {
-      if (with_alibi) subtract_alibi(s, at);
+      if (with_alibi || !Options::ALIBI_IS_LINE) subtract_alibi(s, at);
     }
     if constexpr (is_by_tma(Options::BIAS)) {
       add_bias_tile(s, to_units(1.f));

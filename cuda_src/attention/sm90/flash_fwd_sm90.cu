@@ -115,7 +115,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
   using Layout = FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES,
-                           Options::BIAS, ALIBI || HAS_USER_SCORE>;
+                           Options::BIAS, Options::ALIBI_IS_LINE || HAS_USER_SCORE>;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;

@@ -260,7 +260,7 @@ struct FwdConsumer {
   __device__ __forceinline__ bool is_inner() const {
     if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
     const int place = key_tile();
-    if (Options::ALIBI && uniform(tile->template meets_diagonal<L>(place))) return false;
+    if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(place))) return false;
     return place < inner_end && place >= inner_begin;
   }
 
