@@ -11,7 +11,7 @@ import emulator
 import torch
 from score_texts import Case, cases, temperature
 
-from cupyflash import environment
+from cupyflash import Score, environment
 from cupyflash.ops.attention.captures import NUMBERS
 from cupyflash.ops.attention.checks import check
 from cupyflash.ops.attention.mask_tiles import FoundTiles
@@ -145,6 +145,8 @@ def check_texts(folder: Path, backend: str) -> None:
             continue
         shape = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
         name, case = list(cases(*shape).items())[number]
+        if backend == "sm90" and name in ("alibi", "table"):  # as a call generates it
+            case = case._replace(text=Score(case.text.score, **case.arrays).alone)
         check_case(folder, name, case, inputs, backend, **options)
 
 

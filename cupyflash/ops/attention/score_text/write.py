@@ -68,9 +68,9 @@ class _Writer:
             return self.literal(x)
         if x.op == "name":
             return x.value
+        if self.cpp and x.op in ("float", "as float"):
+            return self.of_distance(*x.args) or f"float({self.write(*x.args, 0)})"
         if x.op == "as float":
-            if self.cpp:
-                return self.of_distance(*x.args) or f"float({self.write(*x.args, 0)})"
             return self.write(*x.args, least)
         name = x.op
         if x.op == "capture":
