@@ -19,6 +19,7 @@
 #include "block_info.cuh"
 #include "dropout.cuh"
 #include "mask.cuh"
+#include "softmax.cuh"
 
 // The options that are fixed when a kernel is compiled. T is the dtype of q.
 //
@@ -38,6 +39,8 @@ struct ScoreOptions {
       !SOFTCAP && !ALIBI && BIAS == BiasKind::NONE && !DROPOUT && !HAS_USER_SCORE && !HAS_USER_MASK;
   // Whether the score is another function of S than a product, which has a slope of its own.
   static constexpr bool HAS_SLOPE = SOFTCAP || HAS_USER_SCORE;
+  // Whether tiles off the diagonal have ALiBi as a part of the exponentials, which takes registers.
+  static constexpr bool ALIBI_IS_LINE = ALIBI && !(DROPOUT && is_by_tma(BIAS));
   static_assert(!HAS_USER_SCORE || !(SOFTCAP || ALIBI), "a text takes the place of both");
 };
 
@@ -87,21 +90,34 @@ struct Score {
                                : 0.f) {}
 
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
-  // in shared memory, and where rows are queries the key mask beside it. `masked`: some columns of
-  // the tile may be past the end, or hidden by the mask of a text.
+  // in shared memory, and where rows are queries the key mask beside it. `masked`: some rows or
+  // columns of the tile may be past the end, or hidden by the mask of a text. Without `with_alibi`
+  // the scores lack line().
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
-                                        AddBiasTile add_bias_tile = {},
-                                        bool masked = MASKED) const {
+                                        AddBiasTile add_bias_tile = {}, bool masked = MASKED,
+                                        bool with_alibi = true) const {
     apply_softcap(s);
-    for_each_place<HAS_USER_SCORE>(s, at, masked, [&](float& x, int, int, int query, int key) {
-      x = text::user_score(inner * x, at.batch, at.head, query, key, params);
+    for_each_place<HAS_USER_SCORE>(s, at, masked, [&](float& x, int, int, auto query, auto key) {
+      x = text::user_score(text::Scaled(x, inner), at.batch, at.head, query, key, params);
     });
-    apply_position_terms(s, at, add_bias_tile, masked);
+    apply_position_terms(s, at, add_bias_tile, masked, with_alibi);
   }
 
-  // Calls function(s[n][i], n, i, query, key) for each element. There `query` and `key` are the
-  // last ones in the place of those past the end, so that a text may read its captures there.
+  // The term of ALiBi for queries and keys of which all keys lie on one side of the diagonal.
+  __device__ __forceinline__ auto line(const ScorePlace<Rows::QUERIES>& at) const {
+    if constexpr (Options::ALIBI_IS_LINE) {
+      const float distance = float(at.row + at.sequence.diagonal - at.col);
+      const float slope = to_units(distance >= 0.f ? at.alibi_slope : -at.alibi_slope);
+      return LinearTerm{slope, {-slope * distance, -slope * (distance + 8.f)}};
+    } else {
+      return NoLinearTerm();
+    }
+  }
+
+  // Calls function(s[n][i], n, i, query, key) for each element, with Places. There `query` and
+  // `key` are the last ones in the place of those past the end, so that a text may read its
+  // captures there.
   template <bool WANTED, Rows ROWS, int N, class Function>
   __device__ __forceinline__ void for_each_place(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                                  bool masked, Function function) const {
@@ -113,9 +129,8 @@ struct Score {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = min(at.row + i / 2 * 8, last_row);
-          const int place = at.col + n * 8 + i % 2;
-          const int col = masked ? min(place, last_col) : place;
+          const text::Place row = place_of(at.row, i / 2 * 8, last_row, at.col, masked);
+          const text::Place col = place_of(at.col, n * 8 + i % 2, last_col, at.col, masked);
           function(s[n][i], n, i, ROWS == Rows::QUERIES ? row : col,
                    ROWS == Rows::QUERIES ? col : row);
         }
@@ -152,8 +167,11 @@ struct Score {
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply_position_terms(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                                        AddBiasTile add_bias_tile = {},
-                                                       bool masked = MASKED) const {
-    if constexpr (Options::ALIBI) subtract_alibi(s, at);
+                                                       bool masked = MASKED,
+                                                       bool with_alibi = true) const {
+    if constexpr (Options::ALIBI) {
+      if (with_alibi || !Options::ALIBI_IS_LINE) subtract_alibi(s, at);
+    }
     if constexpr (is_by_tma(Options::BIAS)) {
       add_bias_tile(s, to_units(1.f));
       if constexpr (ROWS == Rows::KEYS && has_key_mask(Options::BIAS))
@@ -168,7 +186,7 @@ struct Score {
       }
     }
     if (HAS_MASK_TILES && !masked) return;  // the tile is full
-    for_each_place<HAS_USER_MASK>(s, at, masked, [&](float& x, int, int, int query, int key) {
+    for_each_place<HAS_USER_MASK>(s, at, masked, [&](float& x, int, int, auto query, auto key) {
       if (!text::user_mask(at.batch, at.head, query, key, params)) x = -INF;
     });
   }
@@ -184,6 +202,12 @@ struct Score {
   }
 
  private:
+  __device__ static text::Place place_of(int first, int step, int last, int column, bool masked) {
+    const int at = min(first + step, last);
+    return masked ? text::Place{at, 0, float(at - column)}
+                  : text::Place{first, step, float(first - column)};
+  }
+
   // The factor of s in the score.
   __device__ static float outer(const AttentionShape& shape) {
     return Options::SOFTCAP ? shape.softcap : HAS_USER_SCORE ? 1.f : shape.scale;

@@ -29,7 +29,7 @@ __device__ __forceinline__ void apply_score(float (&s)[N][4], float (&slope)[N][
     }
   }
   score.template for_each_place<HAS_USER_SCORE>(
-      s, at, masked, [&](float& x, int n, int i, int query, int key) {
+      s, at, masked, [&](float& x, int n, int i, auto query, auto key) {
         const text::Dual y = text::user_score(text::Dual(score.inner * x, 1.f), at.batch, at.head,
                                               query, key, score.params);
         x = y.value;

@@ -34,6 +34,23 @@ struct NoOrder {
   __device__ void end(const float (&)[N][4]) const {}
 };
 
+// A term of the scores of a row that is linear in the column: in the units of the scores
+// term[half] + slope * (the distance from the lane's first column).
+struct LinearTerm {
+  float slope;
+  float term[2];
+
+  // A score of the row with its term, times the scale, less the offset.
+  __device__ float scaled(float score, int half, int column, float scale, float offset) const {
+    return score * scale + (slope * scale * float(column) + (term[half] * scale - offset));
+  }
+};
+struct NoLinearTerm {
+  __device__ float scaled(float score, int, int, float scale, float offset) const {
+    return score * scale - offset;
+  }
+};
+
 // The argument `at_old_max` of a step that always looks for a new maximum.
 constexpr bool AT_NEW_MAX = false;
 
@@ -98,10 +115,10 @@ struct RowState {
   // relative to the old ones, and `rescale` is 1. Any number near the maximum would do as well: in
   // floating point, weights above 1 are as exact as those below. Returns false, with the state as
   // it was, if the weights of a row reach `limit` or are NaN: then the scores are lost, and the
-  // caller computes them again, for update().
-  template <int N, class Order = NoOrder>
+  // caller computes them again, for update(). `term` is what the scores lack.
+  template <int N, class Order = NoOrder, class Term = NoLinearTerm>
   __device__ __forceinline__ bool update_at_old_max(float (&scores)[N][4], float scale_log2,
-                                                    float limit, Order order = {}) {
+                                                    float limit, Order order = {}, Term term = {}) {
     const float zero = order.begin();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -111,7 +128,7 @@ struct RowState {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          scores[n][i] = exp2_approx(scores[n][i] * scale - offset);
+          scores[n][i] = exp2_approx(term.scaled(scores[n][i], half, n * 8 + i % 2, scale, offset));
         }
       }
     }

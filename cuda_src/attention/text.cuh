@@ -4,12 +4,13 @@
 // here.
 //
 //   score  a function of the score, scale * S, of the sequence, the query head and the positions of
-//          query and key within the sequence. N is float, or in the backward Dual (text/dual.cuh),
-//          which carries the derivative. A score of -INF masks.
+//          query and key within the sequence. N is Scaled (text/scaled.cuh), or in the backward
+//          Dual (text/dual.cuh), which carries the derivative. A score of -INF masks.
 //   mask   whether the query sees the key
 #pragma once
 #include "text/captures.cuh"
 #include "text/dual.cuh"
+#include "text/scaled.cuh"
 #include "text/tile_bits.cuh"
 
 #ifdef USER_SCORE

@@ -30,6 +30,16 @@ __device__ __forceinline__ T* opaque(T* x) {
   return x;
 }
 
+// The pointer to global memory that lies index * stride bytes further. The compiler would turn sums
+// of products of one stride into products of sums, which take more instructions.
+__device__ __forceinline__ const unsigned char* opaque_step(const unsigned char* from, int index,
+                                                            int stride) {
+  const unsigned char* to;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(index), "r"(stride), "l"(from));
+  __builtin_assume(__isGlobal(to));
+  return to;
+}
+
 // For floats. A result that was computed from the value before is computed again from the opaque
 // copy, instead of being kept in a register.
 __device__ __forceinline__ float opaque(float x) {

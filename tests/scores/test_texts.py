@@ -8,11 +8,14 @@ import numpy
 import pytest
 
 import cupyflash
+from cupyflash.ops.attention.options import Options
 from cupyflash.ops.attention.score_text import Capture, Text
+from cupyflash.ops.attention.score_text.checks import check_text
 from cupyflash.ops.attention.score_text.evaluate import Evaluation
 from cupyflash.ops.attention.score_text.parse import parse
 from cupyflash.ops.attention.score_text.scores import written
 from cupyflash.ops.attention.score_text.write import to_text
+from cupyflash.runtime.array import View
 
 TABLE = numpy.arange(12, dtype="float32").reshape(3, 4)
 DOC = numpy.array([0, 0, 1, 1, 2], "int32")
@@ -367,3 +370,41 @@ def test_header():
         assert line in header.splitlines(), header
     assert "user_mask" not in Text("score", "", ()).header("fwd")
     assert cupyflash.Score("score * 2").cuda("fwd").startswith("#define USER_SCORE true")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("score * abs(query - key)", "score * abs(distance(query, key))"),
+        ("score - float(-(key - query))", "score - -(distance(key, query))"),
+        (
+            "score + clamp(key - query, -3, n) * 0.5",
+            "score + float(clamp(key - query, -3, captures.n())) * 0.5f",
+        ),
+        (
+            "score + clamp(key - query, -3, 4) * 0.5",
+            "score + clamp(distance(key, query), -3.0f, 4.0f) * 0.5f",
+        ),
+        ("score + (query - key) % 3 * 0.5", "score + float((query - key) % 3) * 0.5f"),
+        ("score + (query - query) * 0.5", "score + float(query - query) * 0.5f"),
+    ],
+)
+def test_distances_become_floats_once_a_row(text, wanted):
+    """Where query - key alone decides, within the integers that floats have."""
+    captures = (Capture("n", "int", 0),) if "n)" in text else ()
+    assert f"  return N({wanted});" in Text(text, "", captures).header("fwd").splitlines()
+
+
+def test_strides_of_captures():
+    """The kernels hold that of the last axis in 32 bits, in bytes."""
+
+    def check(*strides):
+        text = Text("score + table(head, key)", "", (Capture("table", "float32", 2),))
+        view = View((2, 2), strides, "float32", -1)
+        check_text("attention", Options(text=text), {}, (view,), view)
+
+    check(2**31 - 1, 2**29 - 1)
+    with pytest.raises(ValueError, match="the last stride of table must be less than .* bytes"):
+        check(2, 2**29)
+    with pytest.raises(ValueError, match="the strides of table must be less than .* elements"):
+        check(2**31, 2)

@@ -54,6 +54,10 @@ def cases():
     bias = torch.tensor(rng.standard_normal((1, 2, 150, 336)), dtype=torch.bfloat16)[..., :330]
     yield "bias and its gradient", inputs, {"bias": bias}
 
+    inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=2, head_dim=128)
+    options = {"alibi_slopes": torch.tensor([0.7, 0.02])}
+    yield "ALiBi, from the diagonal on", inputs, options
+
 
 def check_cases(folder):
     for number, (name, inputs, options) in enumerate(cases()):

@@ -11,9 +11,10 @@
 //              flash_bwd_postprocess_sm90
 //
 // A persistent block takes tiles of BLOCK_M queries of one head, one after the other. For each it
-// walks over the tiles of BLOCK_N keys that the queries see, from the last to the first, with the
-// online softmax of softmax.cuh. After the first tile, those without a mask keep the maxima as they
-// are; a warp for which that does not serve computes its scores again, by mma.sync.
+// walks over the tiles of BLOCK_N keys that the queries see, from the last to the first (with ALiBi
+// or a text of the score, from the diagonal on), with the online softmax of softmax.cuh. After the
+// first tile, those without a mask keep the maxima as they are; a warp for which that does not
+// serve computes its scores again, by mma.sync.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; HEAD_DIM_V is that of V and O, which may be narrower, but then exactly
@@ -105,7 +106,7 @@ __device__ __forceinline__ int next_n(const C& consumer) {
 }
 template <class C>
 __device__ __forceinline__ bool stays_inner(const C& consumer) {
-  if constexpr (HAS_MASK_TILES) return consumer.n >= consumer.n_begin && consumer.is_inner();
+  if constexpr (C::INNER_APART) return consumer.n >= consumer.n_begin && consumer.is_inner();
   return consumer.n >= max(consumer.n_begin, consumer.inner_begin);
 }
 
@@ -115,8 +116,8 @@ template <typename T, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_M, int BLOCK_N, in
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout =
-      FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, Options::BIAS>;
+  using Layout = FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES,
+                           Options::BIAS, Options::ALIBI_IS_LINE || HAS_USER_SCORE>;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     }
 
     // ---- to the next query tile, whose first S runs beside the last O += P V of this one ----
-    const FwdTile& done = *consumer.tile;
+    const EveryFwdTile& done = *consumer.tile;
     const int done_stage = consumer.q_ring.stage;
     const Ring<KV_STAGES> v_ring = consumer.kv_ring;
     consumer.kv_ring.advance();

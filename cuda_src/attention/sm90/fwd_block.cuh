@@ -11,6 +11,13 @@
 #include "../tile_order.cuh"
 #include "bias_tile.cuh"
 
+// The barriers at which the consumer warpgroups wait for each other, one for each.
+enum class NamedBarrier { ORDER_OF_GROUP_0 = 1, ORDER_OF_GROUP_1, ORDER_OF_GROUP_2 };
+
+__device__ __forceinline__ NamedBarrier order_of_group(int group) {
+  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::ORDER_OF_GROUP_0) + group);
+}
+
 // The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
 // the block. Every key tile in its range is visited.
 struct EveryFwdTile {
@@ -29,6 +36,7 @@ struct EveryFwdTile {
     m_begin = tile.block * block_m;
     m_rows = min(block_m, sequence.seqlen_q - m_begin);
     n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
+    if (HAS_USER_SCORE && m_rows < block_m) n_range.inner_end = n_range.inner_begin;
     head = tile.head;
     batch = tile.batch;
   }
@@ -45,6 +53,14 @@ struct EveryFwdTile {
   __device__ void skip_empty(const FlashFwdParams&, int) {}
   __device__ int next_n(int n) const { return n - 1; }  // the key tile after this one
   __device__ bool is_full(int) const { return true; }   // no mask of a text hides any of it
+  __device__ int key_tile(int n) const { return n; }
+
+  // Whether key tile n has keys on both sides of the diagonal.
+  template <class L>
+  __device__ bool meets_diagonal(int n) const {
+    const int distance = n * L::BLOCK_N - m_begin - sequence.diagonal;
+    return distance > 1 - L::BLOCK_N && distance < L::BLOCK_M - 1;
+  }
 
   // The first row of the tile in lse.
   __device__ int64_t lse_row(const FlashFwdParams& params) const {
@@ -65,14 +81,35 @@ struct SeenFwdTile : EveryFwdTile {
   __device__ int next_n(int n) const { return row.last_up_to(n - 1); }
   __device__ bool is_full(int n) const { return row.is_full(n); }
 };
-using FwdTile = typename Choose<HAS_MASK_TILES, SeenFwdTile, EveryFwdTile>::Type;
+
+// The record where scores may fall with the distance from the diagonal. The tile on the diagonal is
+// the first, then those to its left, then the others from the last one on: so the first tile has
+// the maxima, as with a causal mask. From the last tile on, each step would find larger scores.
+struct TurnedFwdTile : EveryFwdTile {
+  int turn;  // from the last tile of the range to that on the diagonal
+
+  __device__ void turn_to_diagonal(int block_n) {
+    const int on_diagonal = max(0, m_begin + m_rows - 1 + sequence.diagonal) / block_n;
+    turn = n_range.end - 1 - max(n_range.begin, min(on_diagonal, n_range.end - 1));
+  }
+  // The key tile that is visited when n counts down from the last one to the first.
+  __device__ int key_tile(int n) const {
+    return n - turn >= n_range.begin ? n - turn : n - turn + n_range.end - n_range.begin;
+  }
+};
 
 // The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has a
 // ring for each consumer warpgroup, or where there is no room only one tile, which the warpgroup
 // releases early enough in a step for the next one to be loaded.
 template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_,
-          BiasKind BIAS>
+          BiasKind BIAS, bool FROM_DIAGONAL_>
 struct FwdLayout {
+  static constexpr bool FROM_DIAGONAL = FROM_DIAGONAL_ && !HAS_MASK_TILES;
+  static constexpr bool INNER_APART =  // inner tiles may have others between them
+      FROM_DIAGONAL_ || HAS_MASK_TILES;
+  using Tile =
+      typename Choose<HAS_MASK_TILES, SeenFwdTile,
+                      typename Choose<FROM_DIAGONAL, TurnedFwdTile, EveryFwdTile>::Type>::Type;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int HEAD_DIM_V = HEAD_DIM_V_;
   static constexpr int BLOCK_M = BLOCK_M_;
@@ -119,7 +156,7 @@ struct FwdShared {
   RingBarriers<FWD_TILE_RECORDS> located;  // only `full` is used
   uint64_t almost_loaded;                  // the scheduler may choose the next tile
   uint64_t o_full[L::Q_STAGES][L::GROUPS];
-  FwdTile tiles[FWD_TILE_RECORDS];
+  typename L::Tile tiles[FWD_TILE_RECORDS];
   RingBarriers<L::BIAS_STAGES> bias[L::HAS_BIAS ? L::GROUPS : 1];
   float zero;  // only used with a bias
 
@@ -140,7 +177,7 @@ struct FwdShared {
   }
 
   // Waits for the record of the next tile.
-  __device__ const FwdTile& wait_tile(const Ring<FWD_TILE_RECORDS>& record) {
+  __device__ const typename L::Tile& wait_tile(const Ring<FWD_TILE_RECORDS>& record) {
     located.wait_full(record);
     return tiles[record.stage];
   }
@@ -159,13 +196,14 @@ __device__ __forceinline__ void schedule_fwd_tiles(const FlashFwdSm90Params& par
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (;;) {
-    FwdTile& tile = shared.tiles[record.stage];
+    typename L::Tile& tile = shared.tiles[record.stage];
     tile.m_rows = 0;
     tile.n_range = {};
     if (index < num_tiles) {
       tile.locate(params.base, order.at(index / params.num_splits), L::BLOCK_M, L::BLOCK_N);
       tile.take_split(index % params.num_splits, params.num_splits);
       if constexpr (HAS_MASK_TILES) tile.skip_empty(params.base, L::BLOCK_M);
+      if constexpr (L::FROM_DIAGONAL) tile.turn_to_diagonal(L::BLOCK_N);
     }
     mbarrier_arrive(smem_address(&shared.located.full[record.stage]));
     if (index >= num_tiles) return;
@@ -185,7 +223,7 @@ __device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
   Ring<L::KV_STAGES> k_ring, v_ring;
 #pragma unroll 1
   for (;; record.advance()) {
-    const FwdTile& tile = shared.wait_tile(record);
+    const typename L::Tile& tile = shared.wait_tile(record);
     if (tile.m_rows == 0) return;
     const uint32_t almost_loaded = smem_address(&shared.almost_loaded);
     if (!tile.has_keys()) {
@@ -198,6 +236,7 @@ __device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
     const auto load = [&](auto tile_kv, const TensorRows& rows, uint32_t tiles,
                           RingBarriers<L::KV_STAGES>& barriers, Ring<L::KV_STAGES>& ring, int n) {
       using TileKV = decltype(tile_kv);
+      if constexpr (L::FROM_DIAGONAL) n = tile.key_tile(n);
       barriers.wait_empty(ring);
       const uint32_t full = smem_address(&barriers.full[ring.stage]);
       mbarrier_arrive_expect(full, TileKV::BYTES);
@@ -233,17 +272,19 @@ __device__ __forceinline__ void load_fwd_bias(const FlashFwdSm90Params& params,
   Ring<L::BIAS_STAGES> ring;
 #pragma unroll 1
   for (;; record.advance()) {
-    const FwdTile& tile = shared.wait_tile(record);
+    const typename L::Tile& tile = shared.wait_tile(record);
     if (tile.m_rows == 0) return;
     mbarrier_arrive(smem_address(&shared.almost_loaded));
     const BiasMap bias(params, tile.batch, tile.head);
 #pragma unroll 1
     for (int n = tile.n_range.end - 1; n >= tile.n_range.begin; --n, ring.advance()) {
+      int place = n;
+      if constexpr (L::FROM_DIAGONAL) place = tile.key_tile(n);
 #pragma unroll 1
       for (int group = 0; group < L::GROUPS; ++group) {
         bias.template load<typename L::TileBias>(L::bias_address(smem, group, ring.stage),
                                                  shared.bias[group], ring,
-                                                 tile.m_begin + group * 64, n * L::BLOCK_N);
+                                                 tile.m_begin + group * 64, place * L::BLOCK_N);
       }
     }
   }
@@ -262,13 +303,14 @@ __device__ __forceinline__ void move_fwd_queries(const FlashFwdSm90Params& param
 #pragma unroll 1
   for (int i = 0; i - L::Q_STAGES < end; ++i, ring.advance()) {
     const Ring<FWD_TILE_RECORDS> record = ring_place<FWD_TILE_RECORDS>(i);
-    const FwdTile& tile = shared.tiles[record.stage];
+    const EveryFwdTile& tile = shared.tiles[record.stage];
     if (i <= end) {
       shared.located.wait_full(record);
       if (tile.m_rows == 0) end = i;
       if (tile.has_keys()) q = TensorRows(params, RowsMap::Q, tile.sequence, tile.batch);
     }
-    const FwdTile& computed = shared.tiles[ring_place<FWD_TILE_RECORDS>(i - L::Q_STAGES).stage];
+    const EveryFwdTile& computed =
+        shared.tiles[ring_place<FWD_TILE_RECORDS>(i - L::Q_STAGES).stage];
     if (i >= L::Q_STAGES) {
       out = TensorRows(params, RowsMap::OUT, computed.sequence, computed.batch);
     }

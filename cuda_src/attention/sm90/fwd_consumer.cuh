@@ -9,13 +9,6 @@
 #include "fwd_split.cuh"
 #include "ordered_softmax.cuh"
 
-// The barriers at which the consumer warpgroups wait for each other, one for each.
-enum class NamedBarrier { ORDER_OF_GROUP_0 = 1, ORDER_OF_GROUP_1, ORDER_OF_GROUP_2 };
-
-__device__ __forceinline__ NamedBarrier order_of_group(int group) {
-  return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::ORDER_OF_GROUP_0) + group);
-}
-
 // L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
 // The accumulators are arguments of the steps, because the compiler breaks a struct up into
 // registers early only if it has no arrays.
@@ -26,6 +19,7 @@ struct FwdConsumer {
   using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
   using Output = float[L::HEAD_DIM_V / 8][4];
   using Seen = SeenKeys<Options::BIAS, L::BLOCK_N / 8>;
+  static constexpr bool INNER_APART = L::INNER_APART;
 
   const FlashFwdSm90Params& params;
   FwdShared<L>& shared;
@@ -38,8 +32,8 @@ struct FwdConsumer {
 
   Ring<L::Q_STAGES> q_ring;
   Ring<L::BIAS_STAGES> bias_ring;
-  const FwdTile* tile;
-  int n;  // the key tile whose scores come next, or have just been computed
+  const typename L::Tile* tile;
+  int n;  // counts the key tiles down; key_tile() is the one whose scores come next, or came last
   int n_begin, inner_begin, inner_end;
   Ring<L::KV_STAGES> kv_ring;  // the place of K; V follows one tile behind, in the same stages
 
@@ -106,7 +100,7 @@ struct FwdConsumer {
 
   // Loads the key mask of tile n. A load before a wait is complete when the scores are.
   __device__ __forceinline__ Seen load_seen() const {
-    return Seen(params.base.bias, tile->batch, n * L::BLOCK_N);
+    return Seen(params.base.bias, tile->batch, key_tile() * L::BLOCK_N);
   }
 
   // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
@@ -124,7 +118,7 @@ struct FwdConsumer {
   __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, const Seen& seen,
                                                     bool masked, bool at_old_max) {
     const int row = tile->m_begin + warp_row + lane / 4;
-    const int col = n * L::BLOCK_N + lane % 4 * 2;
+    const int col = key_tile() * L::BLOCK_N + lane % 4 * 2;
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile->batch, tile->head);
     const ScorePlace<Rows::QUERIES> at = {tile->sequence, tile->batch, tile->head, alibi_slope,
                                           &dropout_seed,  row,         col};
@@ -135,7 +129,7 @@ struct FwdConsumer {
       bias_loads = add_bias_tile<typename L::TileBias, T>(
           s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen);
     };
-    score.apply(s, at, add_bias, masked);
+    score.apply(s, at, add_bias, masked, !at_old_max);
     if (masked) score.apply_mask(s, at);
     const auto scores_read = [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
@@ -159,7 +153,8 @@ struct FwdConsumer {
       }
     }();
     if (at_old_max) {
-      if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order)) {
+      const auto line = score.line(at);  // ALiBi, which becomes a part of the exponentials
+      if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order, line)) {
         compute_s_again(s);
         score.apply(s, at, add_bias, UNMASKED);
         state.template update<Options::SOFTCAP>(s, score.scale_log2);
@@ -215,7 +210,7 @@ struct FwdConsumer {
 
   // ---- from tile to tile ----
 
-  __device__ __forceinline__ const FwdTile* next_record() const {
+  __device__ __forceinline__ const typename L::Tile* next_record() const {
     return tile == shared.tiles + FWD_TILE_RECORDS - 1 ? shared.tiles : tile + 1;
   }
 
@@ -224,7 +219,7 @@ struct FwdConsumer {
   __device__ __forceinline__ bool next_tile() {
     for (;;) {
       shared.q[group].wait_full(q_ring);
-      const FwdTile* next = next_record();
+      const typename L::Tile* next = next_record();
       if (uniform(next->has_keys())) {
         enter(next);
         return true;
@@ -241,14 +236,14 @@ struct FwdConsumer {
   __device__ __forceinline__ bool enter_next_if_ready() {
     if constexpr (L::Q_STAGES == 1) return false;
     shared.q[group].wait_full(q_ring);
-    const FwdTile* next = next_record();
+    const typename L::Tile* next = next_record();
     const bool ready = uniform(next->has_keys());
     if (ready) enter(next);
     return ready;
   }
 
   // Goes on to a tile with keys.
-  __device__ __forceinline__ void enter(const FwdTile* next) {
+  __device__ __forceinline__ void enter(const typename L::Tile* next) {
     tile = next;
     const TileRange range = next->n_range;
     n = uniform(range.end - 1);
@@ -257,9 +252,16 @@ struct FwdConsumer {
     inner_end = uniform(range.inner_end);
   }
 
+  __device__ __forceinline__ int key_tile() const {
+    return L::FROM_DIAGONAL ? uniform(tile->key_tile(n)) : n;
+  }
+
+  // Whether no score of the key tile is masked, and ALiBi, if there is one, is linear there.
   __device__ __forceinline__ bool is_inner() const {
     if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
-    return n < inner_end && n >= inner_begin;
+    const int place = key_tile();
+    if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(place))) return false;
+    return place < inner_end && place >= inner_begin;
   }
 
   // ---- results ----
@@ -268,7 +270,7 @@ struct FwdConsumer {
   // writes its output, maximum and sum to global memory, and the kernel that combines the splits
   // adds the sink.
   __device__ __forceinline__ void write_tile(Output& acc_o, const RowState& state,
-                                             const FwdTile& done, int stage) {
+                                             const EveryFwdTile& done, int stage) {
     float lse[2];
     float2 sums[2];
 #pragma unroll
@@ -303,7 +305,7 @@ struct FwdConsumer {
 
   // Writes the results of a tile without keys. The zeros do not go through acc_o, which a product
   // may be using.
-  __device__ __forceinline__ void write_empty(const FwdTile& empty, int stage) {
+  __device__ __forceinline__ void write_empty(const EveryFwdTile& empty, int stage) {
     using TileO = typename L::TileO;
     if constexpr (!SPLIT) {
       const float zeros[4] = {};
@@ -323,7 +325,7 @@ struct FwdConsumer {
   }
 
  private:
-  __device__ __forceinline__ float sink_of(const FwdTile& of) const {
+  __device__ __forceinline__ float sink_of(const EveryFwdTile& of) const {
     return params.base.sinks ? params.base.sinks[of.head] : -INF;
   }
 
@@ -335,7 +337,7 @@ struct FwdConsumer {
     if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
   }
 
-  __device__ __forceinline__ void store_lse(const FwdTile& of, const float (&lse)[2]) const {
+  __device__ __forceinline__ void store_lse(const EveryFwdTile& of, const float (&lse)[2]) const {
     float* out = params.base.lse;
     if (!out || lane % 4 != 0) return;
     out += of.lse_row(params.base);

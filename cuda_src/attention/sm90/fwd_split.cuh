@@ -5,7 +5,7 @@
 // Stores the output of a split in float32: 16 rows of a warp, from `row` of the tile on.
 template <int N>
 __device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& params,
-                                                   const FwdTile& tile, int row,
+                                                   const EveryFwdTile& tile, int row,
                                                    const float (&acc)[N][4]) {
   const int lane = threadIdx.x % 32;
   float* out =
@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_partial_rows(const FlashFwdSm90Params& par
 
 // Stores the maximum and the sum (RowState::partial) of the two rows of a lane in a split.
 __device__ __forceinline__ void store_partial_sums(const FlashFwdSm90Params& params,
-                                                   const FwdTile& tile, int row,
+                                                   const EveryFwdTile& tile, int row,
                                                    const float2 (&sums)[2]) {
   const int lane = threadIdx.x % 32;
   if (lane % 4 != 0) return;

@@ -3,6 +3,8 @@
 // registers. Nobody writes them during the launch. The host lays them out in captures.py.
 #pragma once
 #include "../../common/convert.cuh"
+#include "../../ptx/opaque.cuh"
+#include "place.cuh"
 
 // An element as the text sees it: floats are float, small integers int.
 __device__ __forceinline__ float captured(float x) { return x; }
@@ -21,21 +23,45 @@ template <>
 constexpr bool IS_INDEX<int64_t> = true;
 template <>
 constexpr bool IS_INDEX<bool> = true;
+template <>
+constexpr bool IS_INDEX<text::Place> = true;
 
-// An array with RANK axes. A stride, in elements, has 32 bits, and its place 64.
+// The element of an array whose strides are in bytes, so that its address takes one multiply-add
+// for each axis. Keys and queries usually stand on the last axis, whose stride has 32 bits
+// (score_text/checks.py).
+template <typename T, int RANK, class... Index>
+__device__ __forceinline__ T element(const T* data, const int64_t (&strides)[RANK],
+                                     Index... index) {
+  static_assert(sizeof...(Index) == RANK, "a capture must have as many indices as axes");
+  static_assert((IS_INDEX<Index> && ...), "the indices of a capture must be integers");
+  const unsigned char* address = reinterpret_cast<const unsigned char*>(data);
+  int axis = 0;
+  const auto move = [&](int i) {
+    const int64_t stride = strides[axis];
+    address = axis == RANK - 1 ? opaque_step(address, i, int(stride)) : address + i * stride;
+  };
+  const auto move_along = [&](auto index) {
+    if constexpr (text::IS_PLACE<decltype(index)>) {
+      move(index.first);
+      move(index.step);
+    } else {
+      move(int(index));
+    }
+    ++axis;
+  };
+  (move_along(index), ...);
+  return *reinterpret_cast<const T*>(address);
+}
+
+// An array with RANK axes.
 template <typename T, int RANK>
 struct Capture {
   const T* data;
-  int strides[2 * RANK];
+  int64_t strides[RANK];
 
   template <class... Index>
   __device__ __forceinline__ auto operator()(Index... index) const {
-    static_assert(sizeof...(Index) == RANK, "a capture must have as many indices as axes");
-    static_assert((IS_INDEX<Index> && ...), "the indices of a capture must be integers");
-    int64_t offset = 0;
-    int axis = 0;
-    ((offset += int64_t(int(index)) * strides[2 * axis++]), ...);
-    return captured(data[offset]);
+    return captured(element(data, strides, index...));
   }
 };
 template <typename T>

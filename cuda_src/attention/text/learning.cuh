@@ -11,7 +11,7 @@ template <typename T, int RANK>
 struct LearningCapture {
   static constexpr int AXES = RANK > 0 ? RANK : 1;
   const T* data;
-  int strides[2 * AXES];
+  int64_t strides[AXES];  // in bytes
   float* gradient;
   int gradient_strides[2 * AXES];
   // Of one evaluation, in a copy.
@@ -27,16 +27,22 @@ struct LearningCapture {
 
   template <class... Index>
   __device__ __forceinline__ text::Dual operator()(Index... index) const {
-    static_assert(sizeof...(Index) == RANK, "a capture must have as many indices as axes");
-    static_assert((IS_INDEX<Index> && ...), "the indices of a capture must be integers");
-    int64_t from = 0, to = 0;
+    int64_t to = 0;
     int axis = 0;
-    ((from += int64_t(int(index)) * strides[2 * axis],
-      to += int64_t(int(index)) * gradient_strides[2 * axis], ++axis),
-     ...);
+    ((to += int64_t(int(index)) * gradient_strides[2 * axis++]), ...);
     const bool seeded = reads++ == seed;
     if (seeded) read = gradient + to;
-    return text::Dual(captured(data[from]), seeded ? 1.f : 0.f);
+    return text::Dual(value(index...), seeded ? 1.f : 0.f);
+  }
+
+ private:
+  template <class... Index>
+  __device__ __forceinline__ auto value(Index... index) const {
+    if constexpr (RANK == 0) {
+      return captured(*data);
+    } else {
+      return captured(element(data, strides, index...));
+    }
   }
 };
 

@@ -200,6 +200,7 @@ inline uint32_t cvt_f16x2_e4m3x2(uint16_t bits) {
   };
   return of_byte(bits & 0xff) | of_byte(bits >> 8) << 16;
 }
+inline float tanh_of_log2(float x) { return fmaf(-2.f, rcp_approx(1.f + exp2_approx(x)), 1.f); }
 inline float tanh_exp2(float x) {
   return 1.f - 2.f * rcp_approx(1.f + exp2_approx(2.f * LOG2E * x));
 }
@@ -238,6 +239,9 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 template <typename T>
 T opaque(T x) {
   return x;
+}
+inline const unsigned char* opaque_step(const unsigned char* from, int index, int stride) {
+  return from + int64_t(index) * stride;
 }
 inline uint32_t opaque_bits(float x) { return __float_as_uint(x); }
 inline int fresh_thread_index() { return threadIdx.x; }

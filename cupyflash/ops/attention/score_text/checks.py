@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....runtime.array import View, device_name
+from ....runtime.overlap import item_size
 
-MOST_STEPS = 2**31  # elements between neighbours of an axis, which the kernels hold in 32 bits
+MOST_STEPS = 2**31  # elements between neighbours of an axis, and bytes of the last one: 32 bits
 
 
 def check_text(
@@ -46,3 +47,7 @@ def check_text(
         if max(steps, default=0) >= MOST_STEPS:
             fact = f"the strides of {capture.name} must be less than {MOST_STEPS} elements"
             raise ValueError(f"{function}: {fact}, got {view.strides}")
+        last = abs(view.strides[-1]) if view.shape and view.shape[-1] > 1 else 0
+        if last * item_size(view.dtype) >= MOST_STEPS:
+            fact = f"the last stride of {capture.name} must be less than {MOST_STEPS} bytes"
+            raise ValueError(f"{function}: {fact}, got {last * item_size(view.dtype)}")

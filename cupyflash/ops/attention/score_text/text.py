@@ -88,9 +88,9 @@ def _function(tree: "Node", name: str, text: str) -> list[str]:
 
     parts, result = to_cpp(tree)
     of_score = name == "score"
-    head = "template <class N>\n__device__ __forceinline__ N" if of_score else ""
-    head = head or "__device__ __forceinline__ bool"
-    arguments = "N score, " * of_score + "int batch, int head, int query, int key, "
+    head = f"template <{'class N, ' * of_score}class Place>\n__device__ __forceinline__ "
+    head += "N" if of_score else "bool"
+    arguments = "N score, " * of_score + "int batch, int head, Place query, Place key, "
     return [
         *(f"// {line}" for line in f"{name}: {text}".splitlines()),
         f"{head} user_{name}({arguments}const Captures& captures) {{",

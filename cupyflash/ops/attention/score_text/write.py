@@ -68,14 +68,31 @@ class _Writer:
             return self.literal(x)
         if x.op == "name":
             return x.value
+        if self.cpp and x.op in ("float", "as float"):
+            return self.of_distance(*x.args) or f"float({self.write(*x.args, 0)})"
         if x.op == "as float":
-            return f"float({self.write(x.args[0], 0)})" if self.cpp else self.write(*x.args, least)
+            return self.write(*x.args, least)
         name = x.op
         if x.op == "capture":
             name = f"captures.{x.value.name}" if self.cpp else x.value.name
             if not (x.args or self.cpp):
                 return name
         return f"{name}({', '.join(self.write(y, 0) for y in x.args)})"
+
+    def of_distance(self, x: Node) -> str | None:
+        """The float of an integer that depends on query - key alone, without a conversion.
+
+        Floats have all integers up to 2**24, and these functions give one of their arguments.
+        """
+        names = [y.value for y in x.args if y.op == "name"]
+        if x.op == "-" and sorted(names) == ["key", "query"]:
+            return f"distance({', '.join(names)})"
+        if x.op == "literal" and abs(x.value) <= 2**24:
+            return f"{float(x.value)!r}f"
+        parts = [self.of_distance(y) for y in x.args]
+        if x.op not in ("neg", "abs", "min", "max", "clamp") or None in parts:
+            return None
+        return f"-({parts[0]})" if x.op == "neg" else f"{x.op}({', '.join(parts)})"
 
     def side_level(self, op: str, side: Node, level: int) -> int:
         """A comparison beside a bitwise operator or another comparison stands in parentheses."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ....runtime.array import Array, dense_strides
 from ....runtime.gpu import HALF, architecture
 from ....runtime.launch import call_fields
-from ..captures import NUMBERS
+from ..captures import NUMBERS, byte_strides
 from ..kernels import AttentionKernel
 from ..kind import KEY_MASK, Access, Kind
 from ..launching import AttentionLaunch
@@ -136,8 +136,7 @@ class CaptureGradients:
         for capture, view, value, gradient in zip(
             self.text.captures, self.views, values, gradients
         ):
-            strides = () if capture.dtype in NUMBERS else view.strides
-            packed += [value, *(strides or (0,) * capture.learns)]
+            packed += [value, *(byte_strides(capture, view) or (0,) * capture.learns)]
             if gradient is not None:
                 dense = dense_strides(view.shape, range(len(view.shape)))
                 packed += [library.pointer(gradient), *(dense or (0,))]
