@@ -92,28 +92,21 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     }
   }
 
-  // The new keys and values of a head to the cache, by a warp of the one block that has their
-  // chunk. Places that do not exist are left alone.
-  __device__ void append(const Segment& s) const {
-    const int column = threadIdx.x % 32 * 8;
-    const bool has_new = params.appends && s.chunk_end > s.sequence.cached_chunks<KEYS>();
-    if (!has_new || s.first_row > 0 || threadIdx.x / 32 != NUM_WARPS - 1) return;
-    if (column >= params.head_dim) return;
-#pragma unroll 1
-    for (int token = 0; token < s.sequence.tokens; ++token) {
-      const int key = params.positions[s.batch] + token;
-      if (key < 0 || key >= params.pages.capacity) continue;
-      const RowPlace place = place_of(params, s.batch, key);
-      if (!params.pages.has(place.page)) continue;
-      const int row = s.sequence.first_token + token;
-      const auto copy = [&](const void* from, const Strides& of, void* to, const Strides& strides) {
-        const T* data = static_cast<const T*>(from) + of.at(s.batch, row, s.kv_head) + column;
-        store_words(static_cast<T*>(to) + strides.at(place.page, place.row, s.kv_head) + column,
-                    load_words<8>(data));
-      };
-      copy(params.k, params.k_strides, params.k_cache, params.k_cache_strides);
-      copy(params.v, params.v_strides, params.v_cache, params.v_cache_strides);
-    }
+  // The new keys and values of this warp's last chunk in a segment to the cache, from its registers.
+  // There are at most 16 new tokens, so a warp has none in the chunks before. Places that do not
+  // exist are left alone.
+  __device__ __forceinline__ void append(const Segment& s, const Tiles& tiles) const {
+    const int own = s.chunk_end - 1 - s.chunk - fresh_thread_index() / 32;
+    const int chunk = s.chunk_end - 1 - own % NUM_WARPS;
+    const Rows rows{params, s};
+    if (own < 0 || s.first_row > 0 || !rows.has_new(chunk)) return;
+    const RowPlace at = rows.place_of_new(chunk);
+    const auto row = [&](void* cache, const Strides& strides) {
+      T* first = static_cast<T*>(cache) + strides.at(at.page, at.row, s.kv_head);
+      return at.page < 0 ? nullptr : first;
+    };
+    tiles.store(row(params.k_cache, params.k_cache_strides),
+                row(params.v_cache, params.v_cache_strides), params.head_dim);
   }
 
   // The results of all warps to shared memory, eight rows after the other, and from there, merged,
@@ -195,19 +188,17 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
         tiles.scores(scores, smem_address(storage.q));
       const RowPlace place = next;
       if (ahead < stop) {
-        load_k(tiles, rows, ahead, place);
+        load_k(tiles, rows, place);
         if (ahead + NUM_WARPS < stop) next = rows.place(ahead + NUM_WARPS);
       }
       const int first = rows.first_key(chunk);
-      const bool is_new = rows.is_new(chunk);
-      const int end = is_new ? s.sequence.length : s.sequence.cached;
-      const bool masked = is_new || first < s.inner_begin || first + KEYS > s.inner_end;
+      const bool masked = first < s.inner_begin || first + KEYS > s.inner_end;
       float shift = 1.f;
       if constexpr (NARROW) shift = range.include(tiles.v_scale);
 #pragma unroll
       for (int n = 0; n < QUERY_TILES; ++n) {
         float rescale[2];
-        apply_score(scores[n], params, s, storage.rows + n * 8, first, end, masked);
+        apply_score(scores[n], params, s, storage.rows + n * 8, first, masked);
         queries[n].update(scores[n], rescale);
         if constexpr (NARROW) {
           tiles.scale_weights(scores[n], range);
@@ -221,25 +212,23 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
         }
       }
       tiles.add_weighted(o, p);
-      if (ahead < stop) load_v(tiles, rows, ahead, place);
+      if (ahead < stop) load_v(tiles, rows, place);
     }
   }
 
-  __device__ __forceinline__ void load_k(Tiles& tiles, const Rows& rows, int chunk,
-                                         RowPlace at) const {
-    tiles.load_k(rows.k_row(chunk, at), params.head_dim);
+  __device__ __forceinline__ void load_k(Tiles& tiles, const Rows& rows, RowPlace at) const {
+    tiles.load_k(rows.k_row(at), params.head_dim);
     if constexpr (NARROW) tiles.k_scale = rows.scale(params.k, params.k_strides, at);
   }
 
-  __device__ __forceinline__ void load_v(Tiles& tiles, const Rows& rows, int chunk,
-                                         RowPlace at) const {
-    tiles.load_v(rows.v_row(chunk, at), params.head_dim);
+  __device__ __forceinline__ void load_v(Tiles& tiles, const Rows& rows, RowPlace at) const {
+    tiles.load_v(rows.v_row(at), params.head_dim);
     if constexpr (NARROW) tiles.v_scale = rows.scale(params.v, params.v_strides, at);
   }
 
-  // Whether this warp begins a segment with the new keys.
+  // Whether new keys are in the first chunk of this warp in a segment.
   __device__ bool starts_new(const Segment& s) const {
-    return Rows{params, s}.is_new(s.chunk + threadIdx.x / 32);
+    return Rows{params, s}.has_new(s.chunk + threadIdx.x / 32);
   }
 
   // Loads the first chunk of this warp in a segment.
@@ -251,8 +240,8 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     if (chunk >= stop) return next;
     const RowPlace place = rows.place(chunk);
     if (chunk + NUM_WARPS < stop) next = rows.place(chunk + NUM_WARPS);
-    load_k(tiles, rows, chunk, place);
-    load_v(tiles, rows, chunk, place);
+    load_k(tiles, rows, place);
+    load_v(tiles, rows, place);
     return next;
   }
 };
@@ -278,13 +267,13 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
     Segment& following = storage.segments[number_after(number)];
     block.stage_queries(s);
     if (threadIdx.x == 0) set_next_segment<ROWS, KEYS>(following, params, s);
-    if constexpr (!Block::NARROW) block.append(s);
     __syncthreads();  // the queries and the next segment are in shared memory
 
     QueryPair<Block::TILES> queries[Block::QUERY_TILES];
     float o[Block::QUERY_TILES][Block::BLOCKS][4][4] = {};
     typename Block::Range range;
     block.attend(s, tiles, next, o, queries, range);
+    if constexpr (!Block::NARROW) block.append(s, tiles);
     if (following.batch >= 0) next = block.begin(following, tiles);
     block.finish(s, o, queries, range);
     if (following.batch < 0) break;

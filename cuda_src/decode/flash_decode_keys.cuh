@@ -32,34 +32,43 @@ struct SegmentRows {
   const FlashDecodeParams& params;
   const Segment& segment;
 
-  // The number of chunks in the cache; the one behind them is the new tokens.
-  __device__ int cached_chunks() const { return segment.sequence.cached_chunks<KEYS>(); }
-
   // The number of the first key of a chunk.
   __device__ int first_key(int chunk) const {
-    const DecodeSequence& s = segment.sequence;
-    return is_new(chunk) ? s.cached : (s.begin / KEYS + chunk) * KEYS;
+    return (segment.sequence.begin / KEYS + chunk) * KEYS;
   }
 
-  __device__ bool is_new(int chunk) const { return params.appends && chunk == cached_chunks(); }
+  // Whether new keys are in a chunk.
+  __device__ bool has_new(int chunk) const {
+    return params.appends && first_key(chunk) + KEYS > segment.sequence.cached;
+  }
 
+  // The place of this lane's key; for a new one, row ~i stands for row i of k and v.
   __device__ RowPlace place(int chunk) const {
     const DecodeSequence& s = segment.sequence;
-    const int lane = threadIdx.x % KEYS;
-    if (is_new(chunk)) return {0, s.first_token + min(lane, s.tokens - 1)};
-    const int key = min(max(first_key(chunk) + lane, s.begin), s.cached - 1);
+    const int key = min(max(first_key(chunk) + int(threadIdx.x % KEYS), s.begin), s.length - 1);
+    if (params.appends && key >= s.cached) return {0, ~(s.first_token + key - s.cached)};
     return place_of(params, segment.batch, key);
   }
 
-  __device__ const T* k_row(int chunk, RowPlace at) const {
-    return is_new(chunk) ? row(params.k, params.k_strides, segment.batch, at.row)
-                         : row(params.k_cache, params.k_cache_strides,
-                               params.pages.existing(at.page), at.row);
+  // Where this lane's key of a chunk is appended: page -1 if it is no new one, or has no place.
+  __device__ RowPlace place_of_new(int chunk) const {
+    const DecodeSequence& s = segment.sequence;
+    const int token = first_key(chunk) + int(threadIdx.x % KEYS) - s.cached;
+    const int key = s.position + token;
+    if (token < 0 || token >= s.tokens || key < 0 || key >= params.pages.capacity) return {-1, 0};
+    const RowPlace place = place_of(params, segment.batch, key);
+    return {params.pages.has(place.page) ? place.page : -1, place.row};
   }
-  __device__ const T* v_row(int chunk, RowPlace at) const {
-    return is_new(chunk) ? row(params.v, params.v_strides, segment.batch, at.row)
-                         : row(params.v_cache, params.v_cache_strides,
-                               params.pages.existing(at.page), at.row);
+
+  __device__ const T* k_row(RowPlace at) const {
+    return at.row < 0 ? row(params.k, params.k_strides, segment.batch, ~at.row)
+                      : row(params.k_cache, params.k_cache_strides, params.pages.existing(at.page),
+                            at.row);
+  }
+  __device__ const T* v_row(RowPlace at) const {
+    return at.row < 0 ? row(params.v, params.v_strides, segment.batch, ~at.row)
+                      : row(params.v_cache, params.v_cache_strides, params.pages.existing(at.page),
+                            at.row);
   }
 
   // The scale of a key or value of a cache of 8 bits.
@@ -76,9 +85,9 @@ struct SegmentRows {
 
 // The pointer of another lane.
 template <typename T>
-__device__ __forceinline__ const T* pointer_of(const T* pointer, int lane) {
+__device__ __forceinline__ T* pointer_of(T* pointer, int lane) {
   const uint64_t address = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(pointer), lane);
-  return reinterpret_cast<const T*>(address);
+  return reinterpret_cast<T*>(address);
 }
 
 // Keeps ptxas from moving the shuffles and loads of the next row or query before those that come
@@ -128,6 +137,31 @@ struct KeyTiles {
             v[tile][half][odd][j] =
                 load_words<8, true>(row + (j < BLOCKS - 1 ? column : min(column, head_dim - 8)));
           }
+        }
+      }
+    }
+  }
+
+  // Stores the rows of keys and values to `k_to` and `v_to`, each lane's that of key number
+  // `lane % (16 * TILES)`; null: nowhere.
+  __device__ void store(T* k_to, T* v_to, int head_dim) const {
+    const QuadLane lane;
+    const auto put = [&](T* row, int column, const Eight& eight) {
+      if (row && column < head_dim) store_words(row + column, eight);
+    };
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = tile * 16 + half * 8;
+        T* row = pointer_of(k_to, first + lane.g);
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) put(row, i * 32 + lane.c * 8, k[tile][half][i]);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          row = pointer_of(v_to, first + lane.c * 2 + odd);
+#pragma unroll
+          for (int j = 0; j < BLOCKS; ++j) put(row, j * 64 + lane.g * 8, v[tile][half][odd][j]);
         }
       }
     }

@@ -7,11 +7,11 @@
 #include "flash_decode_rows.cuh"
 
 // Turns the products of 16 * TILES keys from `first` on, with the queries of `rows` from 2c on,
-// into scores times log2(e). Keys from `end` on are none.
+// into scores times log2(e).
 template <int TILES>
 __device__ __forceinline__ void apply_score(float (&s)[TILES][4], const FlashDecodeParams& params,
                                             const Segment& segment, const QueryRow* rows, int first,
-                                            int end, bool masked) {
+                                            bool masked) {
   const QuadLane lane;
 #pragma unroll
   for (int i = 0; i < 4 * TILES; ++i) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void apply_score(float (&s)[TILES][4], const FlashDec
     for (int query = 0; query < 2; ++query) {
       const QueryRow row = rows[lane.c * 2 + query];
       const int begin = max(segment.sequence.leftpad, row.diagonal - params.window_left);
-      const int visible = min(end, row.diagonal + params.window_right + 1);
+      const int visible = min(segment.sequence.length, row.diagonal + params.window_right + 1);
 #pragma unroll
       for (int i = 0; i < 2 * TILES; ++i) {
         float& score = s[i / 2][i % 2 * 2 + query];

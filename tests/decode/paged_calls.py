@@ -72,8 +72,11 @@ class Case:
     @property
     def launches(self) -> list[str]:
         """The kernel of attention, and what may come before it."""
-        tile = max(self.counts) * self.group > 16 and self.head_dim <= 128
-        return ["flash_decode_tile", "cache_append"] if tile else ["flash_decode"]
+        rows = max(self.counts) * self.group
+        if rows > 16 and self.head_dim <= 128:
+            return ["flash_decode_tile", "cache_append"]
+        one = self.batch == 1 and rows <= (16 if self.head_dim <= 128 else 8)
+        return ["flash_decode_one" if one and not self.num_splits else "flash_decode"]
 
     @property
     def lengths(self) -> list[int]:

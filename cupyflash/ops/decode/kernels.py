@@ -110,6 +110,12 @@ class FlashDecode(KernelConfig):
         return self.rows * (self.head_dim + 2)
 
 
+class FlashDecodeOne(FlashDecode):
+    """The same for one sequence with up to ``rows`` queries of a head of keys."""
+
+    source: ClassVar[str] = "decode/flash_decode_one.cu"
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashDecodeNarrow(FlashDecode):
     """The same with a cache of 8 bits.
@@ -175,7 +181,7 @@ def vector(dtype: str, aligned: bool) -> int:
 
 
 def flash_decode(
-    dtype: str, kind: int, shape: CachedShape, capability: tuple[int, int]
+    dtype: str, kind: int, shape: CachedShape, num_splits: int, capability: tuple[int, int]
 ) -> FlashDecode | FlashDecodeTile | None:
     """The kernel for new tokens and a cache; None if another way is faster or needed.
 
@@ -196,7 +202,8 @@ def flash_decode(
     fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
     if kind:
         return FlashDecodeNarrow(dtype, head_dim, fitting[0], arch, kind)
-    return FlashDecode(dtype, head_dim, fitting[0], arch)
+    one = shape.batch == 1 and rows <= fitting[0] and not num_splits
+    return (FlashDecodeOne if one else FlashDecode)(dtype, head_dim, fitting[0], arch)
 
 
 def flash_decode_tile(
@@ -265,6 +272,7 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
         if arch is not None:
             for rows in DECODE_ROWS[head_dim]:
                 yield FlashDecode(dtype, head_dim, rows, arch)
+                yield FlashDecodeOne(dtype, head_dim, rows, arch)
                 for kind in NARROW_KINDS:
                     yield FlashDecodeNarrow(dtype, head_dim, rows, arch, kind)
             if (config := flash_decode_tile(dtype, head_dim, capability)) is not None:

@@ -1,0 +1,59 @@
+// A decode step of attention as in flash_decode.cu, for one sequence with up to ROWS queries of a
+// key head. Such a step takes microseconds, of which reading keys is the smaller part: most go into
+// accesses of memory that depend on each other, and into reading the instructions, which come from
+// memory too. So this kernel has few of both:
+//
+// - Blocks have neighbouring key heads, as in decode_work.cuh, and one segment each: one of
+//   `num_splits` parts of the keys of a head. Parts are equal in rounds; the last ones may be empty.
+// - Every thread finds the segment from the length, without shared memory.
+//
+// Why nothing is overwritten while it is read: shared memory is written once, but for the results
+// of eight rows, which follow each other behind barriers (finish()). No block waits for another.
+//
+// Source: as flash_decode.cu.
+#include "flash_decode_block.cuh"
+
+// Sets s to the part of this block. Returns whether there is one.
+template <int KEYS>
+__device__ __forceinline__ bool set_part(Segment& s, const FlashDecodeParams& params) {
+  s.batch = 0;
+  s.sequence.load<KEYS>(params, 0);
+  s.part = blockIdx.x / params.heads_kv;
+  s.kv_head = blockIdx.x - s.part * params.heads_kv;
+  s.first_row = 0;
+  s.rows = s.sequence.tokens * params.group;
+  s.set_inner(params);
+  const int rounds = s.sequence.rounds(), share = ceil_div(rounds, params.num_splits);
+  s.parts = ceil_div(rounds, share);
+  s.set_chunks(s.part * share, (s.part + 1) * share);
+  s.first_slot = s.kv_head * params.num_splits, s.slot_stride = 1;
+  return s.rows > 0 && s.part < s.parts;
+}
+
+template <typename T, int HEAD_DIM, int ROWS, int ARCH>
+__global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM, ROWS))
+    flash_decode_one(const __grid_constant__ FlashDecodeParams params) {
+  using Block = DecodeBlock<T, SAME, HEAD_DIM, ROWS, ARCH>;
+  __shared__ typename Block::Storage storage;
+  launch_next_kernel();
+  const Block block{{params}, storage};
+  Segment s;
+  if (!set_part<Block::KEYS>(s, params)) {
+    if (blockIdx.x == 0) wait_for_previous_kernel();  // one block of a grid must, the others may
+    return;
+  }
+  typename Block::Tiles tiles;
+  if (!params.appends || block.starts_new(s)) wait_for_previous_kernel();
+  const RowPlace next = block.begin(s, tiles);
+  wait_for_previous_kernel();
+  block.stage_queries(s);
+  __syncthreads();  // the queries are in shared memory
+
+  QueryPair<Block::TILES> queries[Block::QUERY_TILES];
+  float o[Block::QUERY_TILES][Block::BLOCKS][4][4] = {};
+  typename Block::Range range;
+  block.attend(s, tiles, next, o, queries, range);
+  block.append(s, tiles);
+  block.finish(s, o, queries, range);
+  block.finish_unit(s, storage.last);
+}
