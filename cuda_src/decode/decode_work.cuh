@@ -26,10 +26,10 @@ struct DecodeSequence {
   int first_token;  // its first row in packed arrays, else 0
   int leftpad;      // keys before this one are none
   int position;     // of the first new token, as the call says
-  int begin;        // the first key that a token sees, or a new one before it
+  int begin;        // the first key that a token sees
   int cached;       // keys from here on are in k and v instead of the cache
   int length;       // with the new tokens, if they count
-  int chunks;       // from that of `begin` to the end
+  int chunks;       // with keys that a token may see
 
   template <int KEYS>
   __device__ void load(const FlashDecodeParams& params, int batch) {
@@ -45,7 +45,6 @@ struct DecodeSequence {
     length = params.appends ? all : min(all, params.pages.capacity);
     cached = params.appends ? before : length;
     begin = max(leftpad, length - tokens - params.window_left);
-    if (params.appends) begin = min(begin, cached);  // all new ones are loaded, and then appended
     chunks = length > begin ? ceil_div(length, KEYS) - begin / KEYS : 0;
   }
 

@@ -14,11 +14,11 @@ struct QueryUnits {
 template <int ROWS>
 struct QueryUnits<SAME, ROWS> {};
 
-template <int KIND, int HEAD_DIM, int ROWS>
+// RESULTS is the number of rows of which the warps store results at once.
+template <int KIND, int HEAD_DIM, int ROWS, int RESULTS = 8>
 struct DecodeStorage : QueryUnits<KIND, ROWS> {
   uint4 q[ROWS / 8][HEAD_DIM / 32][32];  // the queries, in the order of KeyTiles::scores
-  float out[NUM_WARPS][8][HEAD_DIM];     // of eight rows
-  Sum sums[NUM_WARPS][8];
+  DecodePart<HEAD_DIM, RESULTS> warps[NUM_WARPS];
   QueryRow rows[ROWS];
   Segment segments[SEGMENTS];
   int rounds[NUM_WARPS];  // first_segment()
@@ -32,14 +32,14 @@ __host__ __device__ constexpr int decode_blocks(int head_dim, int rows) {
 }
 
 // KIND is that of the cache (narrow.cuh).
-template <typename T, int KIND, int HEAD_DIM, int ROWS, int ARCH>
+template <typename T, int KIND, int HEAD_DIM, int ROWS, int ARCH, int RESULTS = 8>
 struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
   static_assert(HEAD_DIM % 64 == 0 && ROWS % 8 == 0, "columns come in 64s, rows in 8s");
   static constexpr bool NARROW = KIND != SAME;
   static constexpr int BLOCKS = HEAD_DIM / 64;
   static constexpr int TILES = NARROW || HEAD_DIM == 64 ? 2 : 1, KEYS = TILES * 16;
   static constexpr int QUERY_TILES = ROWS / 8;
-  using Storage = DecodeStorage<KIND, HEAD_DIM, ROWS>;
+  using Storage = DecodeStorage<KIND, HEAD_DIM, ROWS, RESULTS>;
   using Product = typename Choose<NARROW, half_t, T>::Type;  // of the tensor cores
   using Tiles = typename Choose<NARROW, NarrowTiles<KIND, TILES, BLOCKS, ARCH>,
                                 KeyTiles<T, TILES, BLOCKS, ARCH>>::Type;
@@ -92,21 +92,30 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     }
   }
 
-  // The new keys and values of this warp's last chunk in a segment to the cache, from its registers.
-  // There are at most 16 new tokens, so a warp has none in the chunks before. Places that do not
-  // exist are left alone.
-  __device__ __forceinline__ void append(const Segment& s, const Tiles& tiles) const {
-    const int own = s.chunk_end - 1 - s.chunk - fresh_thread_index() / 32;
-    const int chunk = s.chunk_end - 1 - own % NUM_WARPS;
-    const Rows rows{params, s};
-    if (own < 0 || s.first_row > 0 || !rows.has_new(chunk)) return;
-    const RowPlace at = rows.place_of_new(chunk);
-    const auto row = [&](void* cache, const Strides& strides) {
-      T* first = static_cast<T*>(cache) + strides.at(at.page, at.row, s.kv_head);
-      return at.page < 0 ? nullptr : first;
-    };
-    tiles.store(row(params.k_cache, params.k_cache_strides),
-                row(params.v_cache, params.v_cache_strides), params.head_dim);
+  // The new keys and values of a head to the cache, by the last warp of the one block that has the
+  // end of the keys, behind its own work. Places that do not exist are left alone.
+  __device__ __forceinline__ void append(const Segment& s) const {
+    const bool has_new = params.appends && s.first_row == 0 && s.part == s.parts - 1;
+    const int thread = fresh_thread_index(), column = thread % 32 * 8;
+    if (!has_new || thread / 32 != NUM_WARPS - 1 || column >= params.head_dim) return;
+#pragma unroll 1
+    for (int token = 0; token < s.sequence.tokens; ++token) {
+      const int key = s.sequence.position + token, row = s.sequence.first_token + token;
+      if (key < 0 || key >= params.pages.capacity) continue;
+      const RowPlace place = place_of(params, s.batch, key);
+      if (!params.pages.has(place.page)) continue;
+      const auto load = [&](const void* from, const Strides& strides) {
+        return load_words<8>(static_cast<const T*>(from) + strides.at(s.batch, row, s.kv_head) +
+                             column);
+      };
+      const auto store = [&](void* to, const Strides& strides, const Words<T, 8>& eight) {
+        store_words(static_cast<T*>(to) + strides.at(place.page, place.row, s.kv_head) + column,
+                    eight);
+      };
+      const Words<T, 8> k = load(params.k, params.k_strides), v = load(params.v, params.v_strides);
+      store(params.k_cache, params.k_cache_strides, k);
+      store(params.v_cache, params.v_cache_strides, v);
+    }
   }
 
   // The results of all warps to shared memory, eight rows after the other, and from there, merged,
@@ -118,7 +127,7 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
       if (n > 0) __syncthreads();  // the rows before have been merged
-      store_warp(o[n], queries[n], range.out_factor());
+      store_warp(0, o[n], queries[n], range.out_factor());
       __syncthreads();  // the results of all warps are written
 #pragma unroll 1
       for (int i = threadIdx.x * 4; i < 8 * HEAD_DIM; i += 4 * DECODE_THREADS) {
@@ -131,23 +140,24 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     }
   }
 
-  __device__ __forceinline__ void store_warp(const float (&o)[BLOCKS][4][4],
+  // Eight rows of this warp to shared memory, from row `first` on.
+  __device__ __forceinline__ void store_warp(int first, const float (&o)[BLOCKS][4][4],
                                              const QueryPair<TILES>& queries, float factor) const {
     const QuadLane lane;
-    const int warp = fresh_thread_index() / 32;
+    DecodePart<HEAD_DIM, RESULTS>& to = storage.warps[fresh_thread_index() / 32];
 #pragma unroll
     for (int query = 0; query < 2; ++query) {
-      const int row = lane.c * 2 + query;
+      const int row = first + lane.c * 2 + query;
       const Sum sum = queries.sum(query);
-      if (lane.g == 0) storage.sums[warp][row] = sum;
+      if (lane.g == 0) to.sums[row] = sum;
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        float4* to = reinterpret_cast<float4*>(&storage.out[warp][row][j * 64 + lane.g * 8]);
+        float4* eight = reinterpret_cast<float4*>(&to.out[row][j * 64 + lane.g * 8]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float (&low)[4] = o[j][2 * i], (&high)[4] = o[j][2 * i + 1];
-          to[i] = make_float4(low[query] * factor, low[2 + query] * factor, high[query] * factor,
-                              high[2 + query] * factor);
+          eight[i] = make_float4(low[query] * factor, low[2 + query] * factor, high[query] * factor,
+                                 high[2 + query] * factor);
         }
       }
     }
@@ -157,15 +167,16 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
   __device__ __forceinline__ Sum merge_warps(int row, int column, float (&out)[4]) const {
     Sum all = {-INF, 0.f};
 #pragma unroll
-    for (int i = 0; i < NUM_WARPS; ++i) all.max = fmaxf(all.max, storage.sums[i][row].max);
+    for (int i = 0; i < NUM_WARPS; ++i) all.max = fmaxf(all.max, storage.warps[i].sums[row].max);
 #pragma unroll
     for (int j = 0; j < 4; ++j) out[j] = 0.f;
 #pragma unroll
     for (int i = 0; i < NUM_WARPS; ++i) {
-      const Sum sum = storage.sums[i][row];
+      const Sum sum = storage.warps[i].sums[row];
       const float weight = weight_of(sum.max, all.max);
       all.total += weight * sum.total;
-      add_weighted(out, weight, *reinterpret_cast<const uint4*>(&storage.out[i][row][column]));
+      add_weighted(out, weight,
+                   *reinterpret_cast<const uint4*>(&storage.warps[i].out[row][column]));
     }
     return all;
   }
@@ -239,9 +250,9 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     RowPlace next = {0, 0};
     if (chunk >= stop) return next;
     const RowPlace place = rows.place(chunk);
-    if (chunk + NUM_WARPS < stop) next = rows.place(chunk + NUM_WARPS);
     load_k(tiles, rows, place);
     load_v(tiles, rows, place);
+    if (chunk + NUM_WARPS < stop) next = rows.place(chunk + NUM_WARPS);
     return next;
   }
 };
@@ -273,9 +284,9 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
     float o[Block::QUERY_TILES][Block::BLOCKS][4][4] = {};
     typename Block::Range range;
     block.attend(s, tiles, next, o, queries, range);
-    if constexpr (!Block::NARROW) block.append(s, tiles);
     if (following.batch >= 0) next = block.begin(following, tiles);
     block.finish(s, o, queries, range);
+    if constexpr (!Block::NARROW) block.append(s);
     if (following.batch < 0) break;
     number = number_after(number);
   }

@@ -50,16 +50,6 @@ struct SegmentRows {
     return place_of(params, segment.batch, key);
   }
 
-  // Where this lane's key of a chunk is appended: page -1 if it is no new one, or has no place.
-  __device__ RowPlace place_of_new(int chunk) const {
-    const DecodeSequence& s = segment.sequence;
-    const int token = first_key(chunk) + int(threadIdx.x % KEYS) - s.cached;
-    const int key = s.position + token;
-    if (token < 0 || token >= s.tokens || key < 0 || key >= params.pages.capacity) return {-1, 0};
-    const RowPlace place = place_of(params, segment.batch, key);
-    return {params.pages.has(place.page) ? place.page : -1, place.row};
-  }
-
   __device__ const T* k_row(RowPlace at) const {
     return at.row < 0 ? row(params.k, params.k_strides, segment.batch, ~at.row)
                       : row(params.k_cache, params.k_cache_strides, params.pages.existing(at.page),
@@ -85,9 +75,9 @@ struct SegmentRows {
 
 // The pointer of another lane.
 template <typename T>
-__device__ __forceinline__ T* pointer_of(T* pointer, int lane) {
+__device__ __forceinline__ const T* pointer_of(const T* pointer, int lane) {
   const uint64_t address = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(pointer), lane);
-  return reinterpret_cast<T*>(address);
+  return reinterpret_cast<const T*>(address);
 }
 
 // Keeps ptxas from moving the shuffles and loads of the next row or query before those that come
@@ -137,31 +127,6 @@ struct KeyTiles {
             v[tile][half][odd][j] =
                 load_words<8, true>(row + (j < BLOCKS - 1 ? column : min(column, head_dim - 8)));
           }
-        }
-      }
-    }
-  }
-
-  // Stores the rows of keys and values to `k_to` and `v_to`, each lane's that of key number
-  // `lane % (16 * TILES)`; null: nowhere.
-  __device__ void store(T* k_to, T* v_to, int head_dim) const {
-    const QuadLane lane;
-    const auto put = [&](T* row, int column, const Eight& eight) {
-      if (row && column < head_dim) store_words(row + column, eight);
-    };
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int first = tile * 16 + half * 8;
-        T* row = pointer_of(k_to, first + lane.g);
-#pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) put(row, i * 32 + lane.c * 8, k[tile][half][i]);
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          row = pointer_of(v_to, first + lane.c * 2 + odd);
-#pragma unroll
-          for (int j = 0; j < BLOCKS; ++j) put(row, j * 64 + lane.g * 8, v[tile][half][odd][j]);
         }
       }
     }

@@ -4,11 +4,12 @@
 // memory too. So this kernel has few of both:
 //
 // - Blocks have neighbouring key heads, as in decode_work.cuh, and one segment each: one of
-//   `num_splits` parts of the keys of a head. Parts are equal in rounds; the last ones may be empty.
+//   `num_splits` parts of the keys of a head. Parts are equal in rounds; the last ones may be
+//   empty.
 // - Every thread finds the segment from the length, without shared memory.
 //
-// Why nothing is overwritten while it is read: shared memory is written once, but for the results
-// of eight rows, which follow each other behind barriers (finish()). No block waits for another.
+// Why nothing is overwritten while it is read: shared memory is written once, but for the flag of
+// merge_levels(), which two barriers separate. No block waits for another.
 //
 // Source: as flash_decode.cu.
 #include "flash_decode_block.cuh"
@@ -33,7 +34,7 @@ __device__ __forceinline__ bool set_part(Segment& s, const FlashDecodeParams& pa
 template <typename T, int HEAD_DIM, int ROWS, int ARCH>
 __global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM, ROWS))
     flash_decode_one(const __grid_constant__ FlashDecodeParams params) {
-  using Block = DecodeBlock<T, SAME, HEAD_DIM, ROWS, ARCH>;
+  using Block = DecodeBlock<T, SAME, HEAD_DIM, ROWS, ARCH, ROWS>;
   __shared__ typename Block::Storage storage;
   launch_next_kernel();
   const Block block{{params}, storage};
@@ -53,7 +54,14 @@ __global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM, ROWS))
   float o[Block::QUERY_TILES][Block::BLOCKS][4][4] = {};
   typename Block::Range range;
   block.attend(s, tiles, next, o, queries, range);
-  block.append(s, tiles);
-  block.finish(s, o, queries, range);
-  block.finish_unit(s, storage.last);
+#pragma unroll
+  for (int n = 0; n < Block::QUERY_TILES; ++n)
+    block.store_warp(n * 8, o[n], queries[n], range.out_factor());
+  __syncthreads();  // the results of all warps are written
+  merge_levels(
+      storage.warps, block.parts(), params.counters, s, storage.last[0],
+      [&](int row, int column, const float (&out)[4], Sum sum) {
+        block.write(s, row, column, out, sum);
+      },
+      [&] { block.append(s); });
 }

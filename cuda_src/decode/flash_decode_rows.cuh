@@ -64,15 +64,6 @@ struct DecodeRows {
       store_row(parts()[s.slot(s.part, fixed())], row, column, out, sum);
   }
 
-  // Merges the unit of a segment, the only one of its block, if its part was the last one.
-  __device__ __forceinline__ void finish_unit(const Segment& s, bool (&flags)[3]) const {
-    if (s.parts == 1) return;
-    __syncthreads();  // the part is stored
-    if (threadIdx.x == 0) flags[0] = count_part(s, params.counters, fixed());
-    __syncthreads();  // the flag is written
-    if (flags[0]) merge(s, flags[2]);
-  }
-
   // Merges the units of the first and of the last segment, if their parts were the last ones. No
   // other segment of a block has parts elsewhere.
   __device__ __forceinline__ void finish_units(const Segment* segments, bool (&flags)[3],
@@ -87,15 +78,12 @@ struct DecodeRows {
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       if (!flags[i]) continue;
-      merge(segments[i == 0 ? 0 : last], flags[2]);
+      const Segment& s = segments[i == 0 ? 0 : last];
+      merge_unit(parts(), params.counters, s, fixed(), flags[2],
+                 [&](int row, int column, const float (&out)[4], Sum sum) {
+                   write(s, row, column, out, sum);
+                 });
     }
-  }
-
-  __device__ __forceinline__ void merge(const Segment& s, bool& last) const {
-    merge_unit(parts(), params.counters, s, fixed(), last,
-               [&](int row, int column, const float (&out)[4], Sum sum) {
-                 write(s, row, column, out, sum);
-               });
   }
 
   __device__ DecodePart<HEAD_DIM, ROWS>* parts() const {

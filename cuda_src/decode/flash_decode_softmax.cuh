@@ -13,12 +13,13 @@ __device__ __forceinline__ void apply_score(float (&s)[TILES][4], const FlashDec
                                             const Segment& segment, const QueryRow* rows, int first,
                                             bool masked) {
   const QuadLane lane;
+  if (params.to_tanh != 0.f) {
 #pragma unroll
-  for (int i = 0; i < 4 * TILES; ++i) {
-    float& score = s[i / 4][i % 4];
-    score = params.to_tanh == 0.f ? score * params.scale_log2
-                                  : tanh_exp2(score * params.to_tanh) * params.scale_log2;
+    for (int i = 0; i < 4 * TILES; ++i)
+      s[i / 4][i % 4] = tanh_exp2(s[i / 4][i % 4] * params.to_tanh);
   }
+#pragma unroll
+  for (int i = 0; i < 4 * TILES; ++i) s[i / 4][i % 4] *= params.scale_log2;
   if (params.alibi_slopes || masked) {
 #pragma unroll
     for (int query = 0; query < 2; ++query) {

@@ -18,6 +18,7 @@ MAX_ROWS = 16  # queries that one unit takes
 TILE_ROWS = 64  # queries of a unit of flash_decode_tile
 TILE_HEAD_DIMS = (64, 128)  # of its tiles
 BESIDE = 2048  # bytes of shared memory that a block of it takes beside its tiles
+ONE_HEADS = 32  # of keys, of which FlashDecodeOne splits each alike and leaves few blocks over
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8,), 256: (8,)}  # by head_dim of the tiles
 MOST_BLOCKS = 512  # of a grid that shares the keys
@@ -187,6 +188,7 @@ def flash_decode(
 
     Args:
         kind: of the cache, an index into `CACHE_KINDS`.
+        num_splits: what the caller asks for; 0 leaves it to the plan.
     """
     arch, rows = _decode_arch(dtype, capability), decode_rows(shape)
     head_dim = -(-shape.head_dim // 64) * 64
@@ -202,7 +204,8 @@ def flash_decode(
     fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
     if kind:
         return FlashDecodeNarrow(dtype, head_dim, fitting[0], arch, kind)
-    one = shape.batch == 1 and rows <= fitting[0] and not num_splits
+    few_units = shape.batch == 1 and rows <= fitting[0] and shape.heads_kv <= ONE_HEADS
+    one = few_units and not num_splits
     return (FlashDecodeOne if one else FlashDecode)(dtype, head_dim, fitting[0], arch)
 
 

@@ -1,7 +1,8 @@
 """Attention to a cache in one launch: the kernel ``cuda_src/decode/flash_decode.cu``.
 
-Of more than 16 queries of a head of keys it is ``flash_decode_tile.cu``, and to a cache of 8 bits
-``flash_decode_narrow.cu``, both behind the launch that appends.
+Of one sequence it is ``flash_decode_one.cu``. Of more than 16 queries of a head of keys it is
+``flash_decode_tile.cu``, and to a cache of 8 bits ``flash_decode_narrow.cu``, both behind the
+launch that appends.
 """
 
 import math
