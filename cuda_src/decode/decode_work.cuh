@@ -93,15 +93,14 @@ struct Segment {
     kv_head = heads * params.abreast + blockIdx.x % params.abreast;
     first_row = (unit - heads * row_blocks) * ROWS;
     rows = min(ROWS, all - first_row);
-    set_inner(params);
+    set_inner(params, first_row / params.group, (first_row + rows - 1) / params.group);
   }
 
-  __device__ void set_inner(const FlashDecodeParams& params) {
+  // Sets what rows of the new tokens `first`, …, `last` see.
+  __device__ void set_inner(const FlashDecodeParams& params, int first, int last) {
     const int diagonal = sequence.length - sequence.tokens;
-    const int first = diagonal + first_row / params.group;
-    const int last = diagonal + (first_row + rows - 1) / params.group;
-    inner_begin = max(sequence.leftpad, last - params.window_left);
-    inner_end = min(sequence.length, first + params.window_right + 1);
+    inner_begin = max(sequence.leftpad, diagonal + last - params.window_left);
+    inner_end = min(sequence.length, diagonal + first + params.window_right + 1);
   }
 };
 

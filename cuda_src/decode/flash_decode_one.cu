@@ -14,21 +14,22 @@
 // Source: as flash_decode.cu.
 #include "flash_decode_block.cuh"
 
-// Sets s to the part of this block. Returns whether there is one.
+// Sets s to the part of this block, except for `parts`. Returns whether there is one.
 template <int KEYS>
 __device__ __forceinline__ bool set_part(Segment& s, const FlashDecodeParams& params) {
   s.batch = 0;
+  s.part = blockIdx.x / uint32_t(params.heads_kv);
+  s.kv_head = opaque(int(blockIdx.x) - s.part * params.heads_kv);  // before the length is there
   s.sequence.load<KEYS>(params, 0);
-  s.part = blockIdx.x / params.heads_kv;
-  s.kv_head = blockIdx.x - s.part * params.heads_kv;
   s.first_row = 0;
   s.rows = s.sequence.tokens * params.group;
-  s.set_inner(params);
-  const int rounds = s.sequence.rounds(), share = ceil_div(rounds, params.num_splits);
-  s.parts = ceil_div(rounds, share);
+  s.set_inner(params, 0, s.sequence.tokens - 1);
+  const uint32_t rounds = s.sequence.rounds(), splits = params.num_splits;
+  const uint32_t share = (rounds + splits - 1) / splits;
+  s.end = rounds, s.share = share;
   s.set_chunks(s.part * share, (s.part + 1) * share);
   s.first_slot = s.kv_head * params.num_splits, s.slot_stride = 1;
-  return s.rows > 0 && s.part < s.parts;
+  return s.rows > 0 && s.part * share < rounds;
 }
 
 template <typename T, int HEAD_DIM, int ROWS, int ARCH>
@@ -46,6 +47,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, decode_blocks(HEAD_DIM, ROWS))
   typename Block::Tiles tiles;
   if (!params.appends || block.starts_new(s)) wait_for_previous_kernel();
   const RowPlace next = block.begin(s, tiles);
+  s.parts = ceil_div(s.end, s.share);
   wait_for_previous_kernel();
   block.stage_queries(s);
   __syncthreads();  // the queries are in shared memory
