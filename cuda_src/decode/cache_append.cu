@@ -14,6 +14,7 @@
 #include "params.cuh"
 
 constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
 
 // The sequence of a packed row: the last that begins at it or before it.
 __device__ int sequence_of(const int* cu_seqlens, int batch, int64_t row) {
@@ -86,9 +87,12 @@ __device__ void put(const T* from, void* cache, int64_t to, float* scale, bool c
 template <typename T, int KIND, int VECTOR>
 __global__ void __launch_bounds__(THREADS)
     cache_append(const __grid_constant__ CacheAppendParams params) {
-  const int64_t item = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32;
-  const int64_t row = item / params.heads;
-  const int head = item - row * params.heads;
+  // Warp blockIdx.x * WARPS + threadIdx.x / 32 of all has row * heads + head, without divisions of
+  // 64 bits: `turns` are those of `heads` blocks, which have WARPS rows.
+  const uint32_t heads = params.heads, turns = blockIdx.x / heads;
+  const uint32_t rest = (blockIdx.x - turns * heads) * WARPS + threadIdx.x / 32;
+  const int64_t row = int64_t(turns) * WARPS + rest / heads;
+  const int head = rest % heads;
   if (row >= params.rows) return;
   const int64_t batch = params.tokens > 0 ? row / params.tokens : 0;
   const int64_t token = row - batch * params.tokens;
