@@ -14,6 +14,7 @@
 #include "params.cuh"
 
 constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
 
 // The sequence of a packed row: the last that begins at it or before it.
 __device__ int sequence_of(const int* cu_seqlens, int batch, int64_t row) {
@@ -25,8 +26,10 @@ __device__ int sequence_of(const int* cu_seqlens, int batch, int64_t row) {
   return low;
 }
 
-// The place of a row; page -1 if there is none.
-__device__ RowPlace place_of_row(const CacheAppendParams& params, int64_t row) {
+// The place of a row, which is row `token` of sequence `batch` where these have as many rows each;
+// page -1 if there is none.
+__device__ RowPlace place_of_row(const CacheAppendParams& params, int64_t row, int64_t batch,
+                                 int64_t token) {
   const PagedRows& pages = params.pages;
   const RowPlace none = {-1, 0};
   if (params.slots) {
@@ -35,13 +38,12 @@ __device__ RowPlace place_of_row(const CacheAppendParams& params, int64_t row) {
     const int page = slot / pages.page_size;
     return {page, int(slot - int64_t(page) * pages.page_size)};
   }
-  int64_t index = row, token = 0;
+  int64_t index = batch;
   if (params.cu_seqlens_q) {
     index = sequence_of(params.cu_seqlens_q, params.batch, row);
     token = row - params.cu_seqlens_q[index];
-  } else if (params.tokens > 0) {
-    index = row / params.tokens;
-    token = row - index * params.tokens;
+  } else if (params.tokens == 0) {
+    index = row, token = 0;
   }
   const int64_t key = params.positions[index] + token;
   const int64_t sequence = params.sequences ? params.sequences[index] : index;
@@ -85,15 +87,18 @@ __device__ void put(const T* from, void* cache, int64_t to, float* scale, bool c
 template <typename T, int KIND, int VECTOR>
 __global__ void __launch_bounds__(THREADS)
     cache_append(const __grid_constant__ CacheAppendParams params) {
-  const int64_t item = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32;
-  const int64_t row = item / params.heads;
-  const int head = item - row * params.heads;
+  // Warp blockIdx.x * WARPS + threadIdx.x / 32 of all has row * heads + head, without divisions of
+  // 64 bits: `turns` are those of `heads` blocks, which have WARPS rows.
+  const uint32_t heads = params.heads, turns = blockIdx.x / heads;
+  const uint32_t rest = (blockIdx.x - turns * heads) * WARPS + threadIdx.x / 32;
+  const int64_t row = int64_t(turns) * WARPS + rest / heads;
+  const int head = rest % heads;
   if (row >= params.rows) return;
-  const RowPlace at = place_of_row(params, row);
-  if (!params.pages.has(at.page)) return;
-
   const int64_t batch = params.tokens > 0 ? row / params.tokens : 0;
   const int64_t token = row - batch * params.tokens;
+  const RowPlace at = place_of_row(params, row, batch, token);
+  if (!params.pages.has(at.page)) return;
+
   const auto copy = [&](const void* from, const Strides& strides, void* cache,
                         const Strides& cache_strides, float* scale, const Strides& scale_strides) {
     put<T, KIND, VECTOR>(static_cast<const T*>(from) + strides.at(batch, token, head), cache,

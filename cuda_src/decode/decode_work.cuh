@@ -25,10 +25,11 @@ struct DecodeSequence {
   int tokens;       // the new ones
   int first_token;  // its first row in packed arrays, else 0
   int leftpad;      // keys before this one are none
+  int position;     // of the first new token, as the call says
   int begin;        // the first key that a token sees
   int cached;       // keys from here on are in k and v instead of the cache
   int length;       // with the new tokens, if they count
-  int chunks;       // with keys that a token may see; the last may be the new ones
+  int chunks;       // with keys that a token may see
 
   template <int KEYS>
   __device__ void load(const FlashDecodeParams& params, int batch) {
@@ -38,17 +39,13 @@ struct DecodeSequence {
     first_token = first;
     tokens = min(max(count, 0), params.seqlen);
     leftpad = params.leftpad ? max(params.leftpad[batch], 0) : 0;
-    const int position = min(max(params.positions[batch], 0), params.pages.capacity);
-    const int all = position + (params.counted ? tokens : 0);
+    position = params.positions[batch];
+    const int before = min(max(position, 0), params.pages.capacity);
+    const int all = before + (params.counted ? tokens : 0);
     length = params.appends ? all : min(all, params.pages.capacity);
-    cached = params.appends ? position : length;
+    cached = params.appends ? before : length;
     begin = max(leftpad, length - tokens - params.window_left);
-    chunks = (params.appends && tokens > 0) + cached_chunks<KEYS>();
-  }
-
-  template <int KEYS>
-  __device__ int cached_chunks() const {
-    return cached > begin ? ceil_div(cached, KEYS) - begin / KEYS : 0;
+    chunks = length > begin ? ceil_div(length, KEYS) - begin / KEYS : 0;
   }
 
   // Rounds of a unit: one without keys writes its zeros, too.
@@ -75,7 +72,7 @@ struct Segment {
   int chunk, chunk_end;
   int part, parts;
   int first_slot, slot_stride;
-  int inner_begin, inner_end;  // cached keys that every row sees
+  int inner_begin, inner_end;  // keys that every row sees
 
   // The place of part `x` in memory. A block can have a part of the unit that it ends and one of
   // the unit that it begins. So the parts that begin a unit have the even places of their blocks.
@@ -96,11 +93,14 @@ struct Segment {
     kv_head = heads * params.abreast + blockIdx.x % params.abreast;
     first_row = (unit - heads * row_blocks) * ROWS;
     rows = min(ROWS, all - first_row);
+    set_inner(params, first_row / params.group, (first_row + rows - 1) / params.group);
+  }
+
+  // Sets what rows of the new tokens `first`, …, `last` see.
+  __device__ void set_inner(const FlashDecodeParams& params, int first, int last) {
     const int diagonal = sequence.length - sequence.tokens;
-    const int first = diagonal + first_row / params.group;
-    const int last = diagonal + (first_row + rows - 1) / params.group;
-    inner_begin = max(sequence.leftpad, last - params.window_left);
-    inner_end = min(sequence.cached, first + params.window_right + 1);
+    inner_begin = max(sequence.leftpad, diagonal + last - params.window_left);
+    inner_end = min(sequence.length, diagonal + first + params.window_right + 1);
   }
 };
 

@@ -10,12 +10,13 @@
 // the query heads that share it, token by token. ARCH is the compute capability.
 //
 // Division of work (decode_work.cuh). A block takes segments, one after the other: some of the
-// chunks of a key head and up to ROWS of its queries. Its warps take the chunks in turns; the last
-// one of a sequence is the new tokens. A warp computes with one chunk while it loads the next one
-// to registers (flash_decode_keys.cuh), and behind the last chunk of a segment that is the first
-// one of the next. Keys are the rows of its tensor-core products, and queries the eight columns.
-// Each warp has a softmax of its own. At the end of a segment the results of the warps are merged
-// in shared memory, and those of parts of a unit in global memory (flash_decode_merge.cuh).
+// chunks of a key head and up to ROWS of its queries. Its warps take the chunks in turns. The new
+// tokens are the last keys, and are read from k and v. A warp computes with one chunk while it
+// loads the next one to registers (flash_decode_keys.cuh), and behind the last chunk of a segment
+// that is the first one of the next. Keys are the rows of its tensor-core products, and queries the
+// eight columns. Each warp has a softmax of its own. At the end of a segment the results of the
+// warps are merged in shared memory, and those of parts of a unit in global memory
+// (flash_decode_merge.cuh).
 //
 // Overlap. The old keys can be loaded while the kernel that computes the new ones still runs
 // (dependent_launch.cuh). Without new ones, an earlier kernel may have written any of the keys.

@@ -14,11 +14,11 @@ struct QueryUnits {
 template <int ROWS>
 struct QueryUnits<SAME, ROWS> {};
 
-template <int KIND, int HEAD_DIM, int ROWS>
+// RESULTS is the number of rows of which the warps store results at once.
+template <int KIND, int HEAD_DIM, int ROWS, int RESULTS = 8>
 struct DecodeStorage : QueryUnits<KIND, ROWS> {
   uint4 q[ROWS / 8][HEAD_DIM / 32][32];  // the queries, in the order of KeyTiles::scores
-  float out[NUM_WARPS][8][HEAD_DIM];     // of eight rows
-  Sum sums[NUM_WARPS][8];
+  DecodePart<HEAD_DIM, RESULTS> warps[NUM_WARPS];
   QueryRow rows[ROWS];
   Segment segments[SEGMENTS];
   int rounds[NUM_WARPS];  // first_segment()
@@ -32,14 +32,14 @@ __host__ __device__ constexpr int decode_blocks(int head_dim, int rows) {
 }
 
 // KIND is that of the cache (narrow.cuh).
-template <typename T, int KIND, int HEAD_DIM, int ROWS, int ARCH>
+template <typename T, int KIND, int HEAD_DIM, int ROWS, int ARCH, int RESULTS = 8>
 struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
   static_assert(HEAD_DIM % 64 == 0 && ROWS % 8 == 0, "columns come in 64s, rows in 8s");
   static constexpr bool NARROW = KIND != SAME;
   static constexpr int BLOCKS = HEAD_DIM / 64;
   static constexpr int TILES = NARROW || HEAD_DIM == 64 ? 2 : 1, KEYS = TILES * 16;
   static constexpr int QUERY_TILES = ROWS / 8;
-  using Storage = DecodeStorage<KIND, HEAD_DIM, ROWS>;
+  using Storage = DecodeStorage<KIND, HEAD_DIM, ROWS, RESULTS>;
   using Product = typename Choose<NARROW, half_t, T>::Type;  // of the tensor cores
   using Tiles = typename Choose<NARROW, NarrowTiles<KIND, TILES, BLOCKS, ARCH>,
                                 KeyTiles<T, TILES, BLOCKS, ARCH>>::Type;
@@ -92,27 +92,29 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     }
   }
 
-  // The new keys and values of a head to the cache, by a warp of the one block that has their
-  // chunk. Places that do not exist are left alone.
-  __device__ void append(const Segment& s) const {
-    const int column = threadIdx.x % 32 * 8;
-    const bool has_new = params.appends && s.chunk_end > s.sequence.cached_chunks<KEYS>();
-    if (!has_new || s.first_row > 0 || threadIdx.x / 32 != NUM_WARPS - 1) return;
-    if (column >= params.head_dim) return;
+  // The new keys and values of a head to the cache, by the last warp of the one block that has the
+  // end of the keys, behind its own work. Places that do not exist are left alone.
+  __device__ __forceinline__ void append(const Segment& s) const {
+    const bool has_new = params.appends && s.first_row == 0 && s.part == s.parts - 1;
+    const int thread = fresh_thread_index(), column = thread % 32 * 8;
+    if (!has_new || thread / 32 != NUM_WARPS - 1 || column >= params.head_dim) return;
 #pragma unroll 1
     for (int token = 0; token < s.sequence.tokens; ++token) {
-      const int key = params.positions[s.batch] + token;
+      const int key = s.sequence.position + token, row = s.sequence.first_token + token;
       if (key < 0 || key >= params.pages.capacity) continue;
       const RowPlace place = place_of(params, s.batch, key);
       if (!params.pages.has(place.page)) continue;
-      const int row = s.sequence.first_token + token;
-      const auto copy = [&](const void* from, const Strides& of, void* to, const Strides& strides) {
-        const T* data = static_cast<const T*>(from) + of.at(s.batch, row, s.kv_head) + column;
-        store_words(static_cast<T*>(to) + strides.at(place.page, place.row, s.kv_head) + column,
-                    load_words<8>(data));
+      const auto load = [&](const void* from, const Strides& strides) {
+        return load_words<8>(static_cast<const T*>(from) + strides.at(s.batch, row, s.kv_head) +
+                             column);
       };
-      copy(params.k, params.k_strides, params.k_cache, params.k_cache_strides);
-      copy(params.v, params.v_strides, params.v_cache, params.v_cache_strides);
+      const auto store = [&](void* to, const Strides& strides, const Words<T, 8>& eight) {
+        store_words(static_cast<T*>(to) + strides.at(place.page, place.row, s.kv_head) + column,
+                    eight);
+      };
+      const Words<T, 8> k = load(params.k, params.k_strides), v = load(params.v, params.v_strides);
+      store(params.k_cache, params.k_cache_strides, k);
+      store(params.v_cache, params.v_cache_strides, v);
     }
   }
 
@@ -125,7 +127,7 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
       if (n > 0) __syncthreads();  // the rows before have been merged
-      store_warp(o[n], queries[n], range.out_factor());
+      store_warp(0, o[n], queries[n], range.out_factor());
       __syncthreads();  // the results of all warps are written
 #pragma unroll 1
       for (int i = threadIdx.x * 4; i < 8 * HEAD_DIM; i += 4 * DECODE_THREADS) {
@@ -138,23 +140,24 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     }
   }
 
-  __device__ __forceinline__ void store_warp(const float (&o)[BLOCKS][4][4],
+  // Eight rows of this warp to shared memory, from row `first` on.
+  __device__ __forceinline__ void store_warp(int first, const float (&o)[BLOCKS][4][4],
                                              const QueryPair<TILES>& queries, float factor) const {
     const QuadLane lane;
-    const int warp = fresh_thread_index() / 32;
+    DecodePart<HEAD_DIM, RESULTS>& to = storage.warps[fresh_thread_index() / 32];
 #pragma unroll
     for (int query = 0; query < 2; ++query) {
-      const int row = lane.c * 2 + query;
+      const int row = first + lane.c * 2 + query;
       const Sum sum = queries.sum(query);
-      if (lane.g == 0) storage.sums[warp][row] = sum;
+      if (lane.g == 0) to.sums[row] = sum;
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        float4* to = reinterpret_cast<float4*>(&storage.out[warp][row][j * 64 + lane.g * 8]);
+        float4* eight = reinterpret_cast<float4*>(&to.out[row][j * 64 + lane.g * 8]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float (&low)[4] = o[j][2 * i], (&high)[4] = o[j][2 * i + 1];
-          to[i] = make_float4(low[query] * factor, low[2 + query] * factor, high[query] * factor,
-                              high[2 + query] * factor);
+          eight[i] = make_float4(low[query] * factor, low[2 + query] * factor, high[query] * factor,
+                                 high[2 + query] * factor);
         }
       }
     }
@@ -164,15 +167,16 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
   __device__ __forceinline__ Sum merge_warps(int row, int column, float (&out)[4]) const {
     Sum all = {-INF, 0.f};
 #pragma unroll
-    for (int i = 0; i < NUM_WARPS; ++i) all.max = fmaxf(all.max, storage.sums[i][row].max);
+    for (int i = 0; i < NUM_WARPS; ++i) all.max = fmaxf(all.max, storage.warps[i].sums[row].max);
 #pragma unroll
     for (int j = 0; j < 4; ++j) out[j] = 0.f;
 #pragma unroll
     for (int i = 0; i < NUM_WARPS; ++i) {
-      const Sum sum = storage.sums[i][row];
+      const Sum sum = storage.warps[i].sums[row];
       const float weight = weight_of(sum.max, all.max);
       all.total += weight * sum.total;
-      add_weighted(out, weight, *reinterpret_cast<const uint4*>(&storage.out[i][row][column]));
+      add_weighted(out, weight,
+                   *reinterpret_cast<const uint4*>(&storage.warps[i].out[row][column]));
     }
     return all;
   }
@@ -195,19 +199,17 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
         tiles.scores(scores, smem_address(storage.q));
       const RowPlace place = next;
       if (ahead < stop) {
-        load_k(tiles, rows, ahead, place);
+        load_k(tiles, rows, place);
         if (ahead + NUM_WARPS < stop) next = rows.place(ahead + NUM_WARPS);
       }
       const int first = rows.first_key(chunk);
-      const bool is_new = rows.is_new(chunk);
-      const int end = is_new ? s.sequence.length : s.sequence.cached;
-      const bool masked = is_new || first < s.inner_begin || first + KEYS > s.inner_end;
+      const bool masked = first < s.inner_begin || first + KEYS > s.inner_end;
       float shift = 1.f;
       if constexpr (NARROW) shift = range.include(tiles.v_scale);
 #pragma unroll
       for (int n = 0; n < QUERY_TILES; ++n) {
         float rescale[2];
-        apply_score(scores[n], params, s, storage.rows + n * 8, first, end, masked);
+        apply_score(scores[n], params, s, storage.rows + n * 8, first, masked);
         queries[n].update(scores[n], rescale);
         if constexpr (NARROW) {
           tiles.scale_weights(scores[n], range);
@@ -221,25 +223,23 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
         }
       }
       tiles.add_weighted(o, p);
-      if (ahead < stop) load_v(tiles, rows, ahead, place);
+      if (ahead < stop) load_v(tiles, rows, place);
     }
   }
 
-  __device__ __forceinline__ void load_k(Tiles& tiles, const Rows& rows, int chunk,
-                                         RowPlace at) const {
-    tiles.load_k(rows.k_row(chunk, at), params.head_dim);
+  __device__ __forceinline__ void load_k(Tiles& tiles, const Rows& rows, RowPlace at) const {
+    tiles.load_k(rows.k_row(at), params.head_dim);
     if constexpr (NARROW) tiles.k_scale = rows.scale(params.k, params.k_strides, at);
   }
 
-  __device__ __forceinline__ void load_v(Tiles& tiles, const Rows& rows, int chunk,
-                                         RowPlace at) const {
-    tiles.load_v(rows.v_row(chunk, at), params.head_dim);
+  __device__ __forceinline__ void load_v(Tiles& tiles, const Rows& rows, RowPlace at) const {
+    tiles.load_v(rows.v_row(at), params.head_dim);
     if constexpr (NARROW) tiles.v_scale = rows.scale(params.v, params.v_strides, at);
   }
 
-  // Whether this warp begins a segment with the new keys.
+  // Whether new keys are in the first chunk of this warp in a segment.
   __device__ bool starts_new(const Segment& s) const {
-    return Rows{params, s}.is_new(s.chunk + threadIdx.x / 32);
+    return Rows{params, s}.has_new(s.chunk + threadIdx.x / 32);
   }
 
   // Loads the first chunk of this warp in a segment.
@@ -250,9 +250,9 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     RowPlace next = {0, 0};
     if (chunk >= stop) return next;
     const RowPlace place = rows.place(chunk);
+    load_k(tiles, rows, place);
+    load_v(tiles, rows, place);
     if (chunk + NUM_WARPS < stop) next = rows.place(chunk + NUM_WARPS);
-    load_k(tiles, rows, chunk, place);
-    load_v(tiles, rows, chunk, place);
     return next;
   }
 };
@@ -278,7 +278,6 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
     Segment& following = storage.segments[number_after(number)];
     block.stage_queries(s);
     if (threadIdx.x == 0) set_next_segment<ROWS, KEYS>(following, params, s);
-    if constexpr (!Block::NARROW) block.append(s);
     __syncthreads();  // the queries and the next segment are in shared memory
 
     QueryPair<Block::TILES> queries[Block::QUERY_TILES];
@@ -287,6 +286,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
     block.attend(s, tiles, next, o, queries, range);
     if (following.batch >= 0) next = block.begin(following, tiles);
     block.finish(s, o, queries, range);
+    if constexpr (!Block::NARROW) block.append(s);
     if (following.batch < 0) break;
     number = number_after(number);
   }

@@ -32,34 +32,33 @@ struct SegmentRows {
   const FlashDecodeParams& params;
   const Segment& segment;
 
-  // The number of chunks in the cache; the one behind them is the new tokens.
-  __device__ int cached_chunks() const { return segment.sequence.cached_chunks<KEYS>(); }
-
   // The number of the first key of a chunk.
   __device__ int first_key(int chunk) const {
-    const DecodeSequence& s = segment.sequence;
-    return is_new(chunk) ? s.cached : (s.begin / KEYS + chunk) * KEYS;
+    return (segment.sequence.begin / KEYS + chunk) * KEYS;
   }
 
-  __device__ bool is_new(int chunk) const { return params.appends && chunk == cached_chunks(); }
+  // Whether new keys are in a chunk.
+  __device__ bool has_new(int chunk) const {
+    return params.appends && first_key(chunk) + KEYS > segment.sequence.cached;
+  }
 
+  // The place of this lane's key; for a new one, row ~i stands for row i of k and v.
   __device__ RowPlace place(int chunk) const {
     const DecodeSequence& s = segment.sequence;
-    const int lane = threadIdx.x % KEYS;
-    if (is_new(chunk)) return {0, s.first_token + min(lane, s.tokens - 1)};
-    const int key = min(max(first_key(chunk) + lane, s.begin), s.cached - 1);
+    const int key = min(max(first_key(chunk) + int(threadIdx.x % KEYS), s.begin), s.length - 1);
+    if (params.appends && key >= s.cached) return {0, ~(s.first_token + key - s.cached)};
     return place_of(params, segment.batch, key);
   }
 
-  __device__ const T* k_row(int chunk, RowPlace at) const {
-    return is_new(chunk) ? row(params.k, params.k_strides, segment.batch, at.row)
-                         : row(params.k_cache, params.k_cache_strides,
-                               params.pages.existing(at.page), at.row);
+  __device__ const T* k_row(RowPlace at) const {
+    return at.row < 0 ? row(params.k, params.k_strides, segment.batch, ~at.row)
+                      : row(params.k_cache, params.k_cache_strides, params.pages.existing(at.page),
+                            at.row);
   }
-  __device__ const T* v_row(int chunk, RowPlace at) const {
-    return is_new(chunk) ? row(params.v, params.v_strides, segment.batch, at.row)
-                         : row(params.v_cache, params.v_cache_strides,
-                               params.pages.existing(at.page), at.row);
+  __device__ const T* v_row(RowPlace at) const {
+    return at.row < 0 ? row(params.v, params.v_strides, segment.batch, ~at.row)
+                      : row(params.v_cache, params.v_cache_strides, params.pages.existing(at.page),
+                            at.row);
   }
 
   // The scale of a key or value of a cache of 8 bits.

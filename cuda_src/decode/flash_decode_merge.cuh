@@ -10,6 +10,7 @@
 #include "../common/warp.cuh"
 #include "../common/words.cuh"
 #include "../ptx/atomics.cuh"
+#include "../ptx/ld_global_if.cuh"
 #include "decode_work.cuh"
 
 constexpr int PARTS_AT_ONCE = 8;  // whose loads a thread has under way
@@ -62,8 +63,8 @@ __device__ __forceinline__ void merge_parts(int count, int rows, PartOf part_of,
     float2 own[PAIR];  // the sum of part number `lane`
 #pragma unroll
     for (int i = 0; i < PAIR; ++i)
-      own[i] = ld_global_cg(
-          reinterpret_cast<const float2*>(&part_of(min(lane, count - 1)).sums[row_of(i)]));
+      own[i] =
+          ld_cg_if(reinterpret_cast<const float2*>(&part_of(lane).sums[row_of(i)]), lane < count);
     Sum all[PAIR];
     float weight[PAIR];
 #pragma unroll 1
@@ -75,15 +76,15 @@ __device__ __forceinline__ void merge_parts(int count, int rows, PartOf part_of,
         uint4 x[PARTS_AT_ONCE][PAIR];
 #pragma unroll
         for (int j = 0; j < PARTS_AT_ONCE; ++j) {
-          const auto& part = part_of(min(first + j, count - 1));
+          const auto& part = part_of(first + j);
 #pragma unroll
           for (int i = 0; i < PAIR; ++i)
-            x[j][i] = ld_global_cg_128(&part.out[row_of(i)][valid_column]);
+            x[j][i] = ld_cg_if_128(&part.out[row_of(i)][valid_column], first + j < count);
         }
         if (first == 0) {
 #pragma unroll
           for (int i = 0; i < PAIR; ++i) {
-            all[i].max = warp_max(own[i].x);
+            all[i].max = warp_max(lane < count ? own[i].x : -INF);
             weight[i] = lane < count ? weight_of(own[i].x, all[i].max) : 0.f;
             all[i].total = warp_sum(weight[i] * own[i].y);
           }
@@ -96,10 +97,13 @@ __device__ __forceinline__ void merge_parts(int count, int rows, PartOf part_of,
             add_weighted(out[i], __shfl_sync(0xffffffffu, weight[i], first + j), x[j][i]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < PAIR; ++i) {
+#pragma unroll 1
+      for (int i = 0; i < PAIR; ++i) {  // few instructions, which come from memory
         const int row = first_row + i * NUM_WARPS;
-        if (row < rows && column < HEAD_DIM) write(row, column, out[i], all[i]);
+        if (row < rows && column < HEAD_DIM) write(row, column, out[0], all[0]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[0][j] = out[1][j];
+        all[0] = all[1];
       }
     }
   }
@@ -155,5 +159,43 @@ __device__ __forceinline__ void merge_unit(DecodePart<HEAD_DIM, ROWS>* parts, in
     __syncthreads();  // `last` is written
     if (!last) return;
     first = 0, step = group.size, count = groups;
+  }
+}
+
+// Merges the results of the warps of a block to its part, then its group of parts if this one was
+// the last, and then the groups, for kernels with fixed splits (Segment::slot()). It is a loop, so
+// that the instructions have been read from memory when the last block waits for them. beside() is
+// called once by each warp; where parts are counted, that is when all wait for the count.
+template <int HEAD_DIM, int ROWS, class Write, class Beside>
+__device__ __forceinline__ void merge_levels(const DecodePart<HEAD_DIM, ROWS>* warps,
+                                             DecodePart<HEAD_DIM, ROWS>* parts, int* counters,
+                                             const Segment& s, bool& last, Write write,
+                                             Beside beside) {
+  const PartGroup group(s.part, s.parts);
+  const int groups = ceil_div(s.parts, group.size);
+  parts += s.first_slot, counters += s.first_slot;
+  const auto* from = warps;
+  int count = NUM_WARPS, step = 1, to = s.part, counter = group.first, others = group.count - 1;
+  bool whole = s.parts == 1;
+#pragma unroll 1
+  for (;;) {
+    merge_parts<HEAD_DIM>(
+        count, s.rows, [&](int i) -> const auto& { return from[i * step]; },
+        [&](int row, int column, const float (&out)[4], Sum sum) {
+          if (whole) return write(row, column, out, sum);
+          store_row(parts[to], row, column, out, sum);
+        });
+    const bool of_group = from == warps;  // the next level
+    if (!whole) __syncthreads();          // the results are stored
+    if (of_group) beside();
+    if (whole) return;
+    if (threadIdx.x == 0) last = count_acq_rel(counters + counter, others) == others;
+    __syncthreads();  // `last` is written
+    if (!last) return;
+    from = of_group ? parts + group.first : parts;
+    count = of_group ? group.count : groups;
+    step = of_group ? 1 : group.size;
+    to = group.first, counter = 1, others = groups - 1;  // no group begins at 1
+    whole = !of_group || groups == 1;
   }
 }

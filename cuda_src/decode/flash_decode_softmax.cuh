@@ -7,24 +7,25 @@
 #include "flash_decode_rows.cuh"
 
 // Turns the products of 16 * TILES keys from `first` on, with the queries of `rows` from 2c on,
-// into scores times log2(e). Keys from `end` on are none.
+// into scores times log2(e).
 template <int TILES>
 __device__ __forceinline__ void apply_score(float (&s)[TILES][4], const FlashDecodeParams& params,
                                             const Segment& segment, const QueryRow* rows, int first,
-                                            int end, bool masked) {
+                                            bool masked) {
   const QuadLane lane;
+  if (params.to_tanh != 0.f) {
 #pragma unroll
-  for (int i = 0; i < 4 * TILES; ++i) {
-    float& score = s[i / 4][i % 4];
-    score = params.to_tanh == 0.f ? score * params.scale_log2
-                                  : tanh_exp2(score * params.to_tanh) * params.scale_log2;
+    for (int i = 0; i < 4 * TILES; ++i)
+      s[i / 4][i % 4] = tanh_exp2(s[i / 4][i % 4] * params.to_tanh);
   }
+#pragma unroll
+  for (int i = 0; i < 4 * TILES; ++i) s[i / 4][i % 4] *= params.scale_log2;
   if (params.alibi_slopes || masked) {
 #pragma unroll
     for (int query = 0; query < 2; ++query) {
       const QueryRow row = rows[lane.c * 2 + query];
       const int begin = max(segment.sequence.leftpad, row.diagonal - params.window_left);
-      const int visible = min(end, row.diagonal + params.window_right + 1);
+      const int visible = min(segment.sequence.length, row.diagonal + params.window_right + 1);
 #pragma unroll
       for (int i = 0; i < 2 * TILES; ++i) {
         float& score = s[i / 2][i % 2 * 2 + query];

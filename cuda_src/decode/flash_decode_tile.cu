@@ -98,11 +98,10 @@ struct TileBlock : DecodeRows<T, HEAD_DIM, TILE_ROWS> {
   }
 
   // Copies this warp's chunk of a tile. Columns that do not exist become zeros.
-  __device__ __forceinline__ void copy_chunk(const Rows& rows, int chunk, RowPlace at,
-                                             int stage) const {
+  __device__ __forceinline__ void copy_chunk(const Rows& rows, RowPlace at, int stage) const {
     const int lane = threadIdx.x % 32, column = lane % COLUMNS * 8;
     const bool valid = column < params.head_dim;
-    const T *k = rows.k_row(chunk, at), *v = rows.v_row(chunk, at);
+    const T *k = rows.k_row(at), *v = rows.v_row(at);
     const int first = threadIdx.x / 32 * CHUNK_KEYS + lane / COLUMNS;
 #pragma unroll
     for (int i = 0; i < CHUNK_KEYS; i += 32 / COLUMNS) {
@@ -129,7 +128,7 @@ struct TileBlock : DecodeRows<T, HEAD_DIM, TILE_ROWS> {
     for (int half = 0; half < 2; ++half) {
       const QueryRow query = storage.rows[row + half * 8];
       const int begin = max(segment.sequence.leftpad, query.diagonal - params.window_left);
-      const int end = min(segment.sequence.cached, query.diagonal + params.window_right + 1);
+      const int end = min(segment.sequence.length, query.diagonal + params.window_right + 1);
 #pragma unroll
       for (int i = 0; i < 2 * N; ++i) {
         float& score = s[i / 2][half * 2 + i % 2];
@@ -153,7 +152,7 @@ struct TileBlock : DecodeRows<T, HEAD_DIM, TILE_ROWS> {
         const RowPlace at = next;
         const int chunk = own + copied * NUM_WARPS;
         if (copied + 1 < tiles) next = rows.place(chunk + NUM_WARPS);
-        copy_chunk(rows, chunk, at, copied % STAGES);
+        copy_chunk(rows, at, copied % STAGES);
       }
       ++copied;
       cp_async_commit();

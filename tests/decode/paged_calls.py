@@ -72,8 +72,11 @@ class Case:
     @property
     def launches(self) -> list[str]:
         """The kernel of attention, and what may come before it."""
-        tile = max(self.counts) * self.group > 16 and self.head_dim <= 128
-        return ["flash_decode_tile", "cache_append"] if tile else ["flash_decode"]
+        rows = max(self.counts) * self.group
+        if rows > 16 and self.head_dim <= 128:
+            return ["flash_decode_tile", "cache_append"]
+        one = self.batch == 1 and rows <= (16 if self.head_dim <= 128 else 8)
+        return ["flash_decode_one" if one and not self.num_splits else "flash_decode"]
 
     @property
     def lengths(self) -> list[int]:
@@ -477,6 +480,15 @@ ROWS = [
     Rows("keys", "bfloat16", "int8", ()),
 ]
 LONG = Case((4500, 700), page=16, head_dim=128, group=2)  # parts in groups of 8, and of 16
+ONE = [  # one sequence, with new tokens in two chunks, and before the padding ends
+    Case((4500,), page=16, heads_kv=2, group=8, head_dim=128, dtype="bfloat16"),
+    Case((14,), page=3, tokens=8, group=2, leftpad=(17,)),
+    Case((0,), page=0, tokens=3, group=5, sinks=True, head_dim=72),
+    Case((900,), page=16, tokens=(2,), group=4, head_dim=192, window=(333, 0), softcap=5.0),
+    Case((260,), page=64, heads_kv=3, tokens=4, group=4, appends=False, counted=False, causal=False,
+         alibi=True, head_dim=128),
+    Case((130,), page=1, tokens=(3,), heads_kv=2, leftpad=(20,), window=(50, UNLIMITED)),
+]  # fmt: skip
 LONG_TILE = Case((2500, 60), page=16, tokens=3, group=8)
 FIXED_TILE = Case((70, 400, 3), page=3, tokens=5, group=4, num_splits=4, sinks=True)
 FIXED = Case((70, 400, 3), page=3, heads_kv=2, group=4, head_dim=128, num_splits=4, alibi=True)
@@ -528,6 +540,9 @@ def run_emulated(folder: Path, part: str) -> None:
         return
     for blocks in (20, 75):
         run(LONG, blocks, Call(LONG).check, "flash_decode")
+    for number, case in enumerate(ONE):  # 40 blocks give groups of 8, 160 of 16
+        for blocks in (None, 7) if number else (None, 1, 40, 160):
+            run(case, blocks, Call(case).check, "flash_decode_one")
     run(FIXED, None, lambda: check_fixed_splits(FIXED), "flash_decode")
     for rows in ROWS:
         run(rows, None, rows.check, "cache_append", "cache_gather")

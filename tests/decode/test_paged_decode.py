@@ -86,6 +86,7 @@ def test_on_a_gpu(target):
         LONG,
         LONG_TILE,
         NARROW_CASES,
+        ONE,
         ROWS,
         Call,
         NarrowCall,
@@ -93,7 +94,7 @@ def test_on_a_gpu(target):
         grid_of,
     )
 
-    for case in (*CASES, LONG, LONG_TILE):
+    for case in (*CASES, *ONE, LONG, LONG_TILE):
         for blocks in (None, 1, 7, 400):
             with grid_of(None if case.num_splits else blocks):
                 for _ in range(2):

@@ -20,7 +20,7 @@ pytest.importorskip("cupy")
 SMALL_M = {"linear_small_m", "linear_small_m_sm90"}
 # Kernels of a layer in a step of decoding: norm, projection and rotary embedding; attention, which
 # puts keys and values into the cache; projection and residual; norm, gate and up; down.
-LAYER = (SMALL_M, {"flash_decode"}, SMALL_M, SMALL_M, SMALL_M)
+LAYER = (SMALL_M, {"flash_decode", "flash_decode_one"}, SMALL_M, SMALL_M, SMALL_M)
 LAYERS = {
     "llama-3.2-1b": LAYER,
     "qwen2.5-0.5b": LAYER,

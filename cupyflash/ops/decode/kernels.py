@@ -18,6 +18,7 @@ MAX_ROWS = 16  # queries that one unit takes
 TILE_ROWS = 64  # queries of a unit of flash_decode_tile
 TILE_HEAD_DIMS = (64, 128)  # of its tiles
 BESIDE = 2048  # bytes of shared memory that a block of it takes beside its tiles
+ONE_HEADS = 32  # of keys, of which FlashDecodeOne splits each alike and leaves few blocks over
 MAX_TOKENS = 8  # new ones of a sequence; more are work for the tiles of `attention`
 DECODE_ROWS = {64: (8, 16), 128: (8, 16), 192: (8,), 256: (8,)}  # by head_dim of the tiles
 MOST_BLOCKS = 512  # of a grid that shares the keys
@@ -118,6 +119,12 @@ class FlashDecode(KernelConfig):
         return self.rows * (self.head_dim + 2)
 
 
+class FlashDecodeOne(FlashDecode):
+    """The same for one sequence with up to ``rows`` queries of a head of keys."""
+
+    source: ClassVar[str] = "decode/flash_decode_one.cu"
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashDecodeNarrow(FlashDecode):
     """The same with a cache of 8 bits.
@@ -187,12 +194,13 @@ def vector(dtype: str, aligned: bool) -> int:
 
 
 def flash_decode(
-    dtype: str, kind: int, shape: CachedShape, capability: tuple[int, int]
+    dtype: str, kind: int, shape: CachedShape, num_splits: int, capability: tuple[int, int]
 ) -> FlashDecode | FlashDecodeTile | None:
     """The kernel for new tokens and a cache; None if another way is faster or needed.
 
     Args:
         kind: of the cache, an index into `CACHE_KINDS`.
+        num_splits: what the caller asks for; 0 leaves it to the plan.
     """
     arch, rows = _decode_arch(dtype, capability), decode_rows(shape)
     head_dim = -(-shape.head_dim // 64) * 64
@@ -208,7 +216,9 @@ def flash_decode(
     fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
     if kind:
         return FlashDecodeNarrow(dtype, head_dim, fitting[0], arch, kind)
-    return FlashDecode(dtype, head_dim, fitting[0], arch)
+    few_units = shape.batch == 1 and rows <= fitting[0] and shape.heads_kv <= ONE_HEADS
+    one = few_units and not num_splits
+    return (FlashDecodeOne if one else FlashDecode)(dtype, head_dim, fitting[0], arch)
 
 
 def flash_decode_tile(
@@ -277,6 +287,7 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
         if arch is not None:
             for rows in DECODE_ROWS[head_dim]:
                 yield FlashDecode(dtype, head_dim, rows, arch)
+                yield FlashDecodeOne(dtype, head_dim, rows, arch)
                 for kind in NARROW_KINDS:
                     yield FlashDecodeNarrow(dtype, head_dim, rows, arch, kind)
             if (config := flash_decode_tile(dtype, head_dim, capability)) is not None:

@@ -1,7 +1,8 @@
 """Attention to a cache in one launch: the kernel ``cuda_src/decode/flash_decode.cu``.
 
-Of more than 16 queries of a head of keys it is ``flash_decode_tile.cu``, and to a cache of 8 bits
-``flash_decode_narrow.cu``, both behind the launch that appends.
+Of one sequence it is ``flash_decode_one.cu``. Of more than 16 queries of a head of keys it is
+``flash_decode_tile.cu``, and to a cache of 8 bits ``flash_decode_narrow.cu``, both behind the
+launch that appends.
 """
 
 import math
@@ -51,7 +52,7 @@ def decode_plan(
     capability = min(capability_of(q.device), (8, 9) if backend == "sm80" else (99, 0))
     cache = views["k_cache"].dtype
     kind = kernels.CACHE_KINDS.index(cache) if cache in NARROW else 0
-    config = kernels.flash_decode(q.dtype, kind, shape, capability)
+    config = kernels.flash_decode(q.dtype, kind, shape, options.num_splits, capability)
     if config is None or kernels.decode_rounds(config, shape) >= MAX_ROUNDS:
         return None
     return DecodePlan(library, config, shape, options, views)
@@ -96,15 +97,19 @@ class DecodePlan(Plan):
         self.empty = math.prod(q.shape) == 0
         if self.empty:
             return
-        grid = kernels.decode_grid(config, shape, options.num_splits, multiprocessors(q.device))
+        splits = options.num_splits
+        grid = kernels.decode_grid(config, shape, splits, multiprocessors(q.device))
         strides = self.strides if "out" not in views else views["out"].strides
         views = {**views, "out": q._replace(strides=tuple(strides))}
-        abreast = 1 if options.num_splits else kernels.heads_abreast(shape.heads_kv, grid)
+        if isinstance(config, kernels.FlashDecodeOne):
+            splits = max(1, grid // shape.heads_kv)
+            grid = splits * shape.heads_kv
+        abreast = 1 if splits else kernels.heads_abreast(shape.heads_kv, grid)
         grid -= grid % abreast
         scales = ("k", "v") if self.narrow else ()
-        params = _params(shape, options, views, scales, abreast)
+        params = _params(shape, options._replace(num_splits=splits), views, scales, abreast)
         self.launch = Launch(config, q.device, require_grid(FUNCTION, grid, q.shape), params)
-        self.parts = 0 if options.num_splits == 1 else grid * (1 if options.num_splits else 2)
+        self.parts = 0 if splits == 1 else grid * (1 if splits else 2)
         self.part_size = config.part_size
         self.launch.has_scratch = self.parts > 0
         self.counters = tile_counters(q.device, kernels.DECODE_COUNTERS)

@@ -105,6 +105,12 @@ inline uint4 ld_global_if_128(const void* address, bool condition) {
 inline uint2 ld_global_if_64(const void* address, bool condition) {
   return condition ? *static_cast<const uint2*>(address) : uint2{};
 }
+inline uint4 ld_cg_if_128(const void* address, bool condition) {
+  return ld_global_if_128(address, condition);
+}
+inline float2 ld_cg_if(const float2* address, bool condition) {
+  return condition ? *address : float2{};
+}
 inline void st_global_128(void* address, uint4 v, bool valid = true) {
   if (valid) *static_cast<uint4*>(address) = v;
 }
