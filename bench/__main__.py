@@ -29,6 +29,7 @@ SCRIPTS = {  # name: module of bench
     "gpt2": "gpt2.gpt2",
     "engine": "engine.engine",
     "gguf_folder": "engine.gguf_folder",
+    "cache_error": "engine.cache_error",
     "unet": "diffusion.unet",
     "architectures": "transformers.architectures",
     "train_step": "transformers.train_step",

@@ -8,6 +8,7 @@ import torch
 
 from bench.decode import bars, decode
 from bench.decode.decode import DecodeProblem, checked_call
+from bench.engine.cache_error import CACHES, predictions, rounded
 from bench.lib import data
 
 SIZES = {"dtype": "bfloat16", "model": "small", "batch": 3, "length": 40}
@@ -68,3 +69,24 @@ def test_cells_begin_in_time(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     assert [*decode.in_time(range(100), 5)] == [0, 1, 2, 3]
+
+
+def test_rounded_keys():
+    x = torch.randn(1, 2, 5, 16)
+    row = x.abs().amax(-1, keepdim=True)
+    assert torch.equal(rounded(x, "float32"), x)
+    assert ((rounded(x, "int8") - x).abs() <= row / 253).all()
+    assert ((rounded(x, "float8_e4m3fn") - x).abs() <= x.abs() / 15 + row / 448 / 512).all()
+
+
+def test_a_cache_of_8_bits_changes_the_predictions_of_a_model():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+    tokens = torch.randint(50, (40,))
+    exact = model(tokens[None]).logits[0].double().detach()
+    errors = [(predictions(model, tokens, x) - exact).norm() for x in CACHES]
+    same, bfloat16, int8, e4m3 = errors
+    assert same < bfloat16 / 100 and bfloat16 < int8 < e4m3

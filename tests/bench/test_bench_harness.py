@@ -15,6 +15,7 @@ from bench.lib import harness
 
 # They read or write files, draw, compute in NumPy, or compare models of transformers anywhere.
 WITHOUT_GPU = {"architectures", "compare", "gguf_folder", "plot", "plot_diagrams", "rounding"}
+WITHOUT_GPU |= {"cache_error"}
 ON_GPU = sorted(__main__.SCRIPTS.keys() - WITHOUT_GPU)
 
 

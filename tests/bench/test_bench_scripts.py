@@ -14,9 +14,9 @@ from bench.norm import problems as norms
 from cupyflash.testing.problem import Problem, attention_flops
 
 # They read results, draw, start others, need a GPU's counters or stamps, or have tests of their own
-# (test_architectures, test_bench_profile, test_bench_gguf).
+# (test_architectures, test_bench_profile, test_bench_gguf, test_bench_decode).
 ELSEWHERE = {"all", "compare", "plot", "plot_diagrams", "tuning", "architectures"}
-ELSEWHERE |= {"profile", "timeline", "time_budget", "gguf_folder"}
+ELSEWHERE |= {"profile", "timeline", "time_budget", "gguf_folder", "cache_error"}
 
 
 def test_scripts_are_known():
