@@ -27,7 +27,7 @@ struct TilePages {
   const TensorMap* last;
 
   template <class Params>  // FlashFwdSm90Params
-  __device__ TilePages(const Params& params, const FwdTile& tile)
+  __device__ TilePages(const Params& params, const EveryFwdTile& tile)
       : pages(params),
         table(pages.table + tile.batch * pages.rows.table_stride),
         seen(pages.rows, tile.sequence),
@@ -72,6 +72,7 @@ struct TilePages {
 template <RowsMap WHICH, class Params, class L>
 __device__ __forceinline__ void load_paged_keys(const Params& params, FwdShared<L>& shared,
                                                 uint32_t smem) {
+  static_assert(L::FROM_DIAGONAL || !L::INNER_APART, "every key tile is visited");
   constexpr bool IS_K = WHICH == RowsMap::K;
   using TileKV = typename Choose<IS_K, typename L::TileK, typename L::TileV>::Type;
   const AttentionShape& shape = params.base.shape;
@@ -83,18 +84,21 @@ __device__ __forceinline__ void load_paged_keys(const Params& params, FwdShared<
   Ring<L::KV_STAGES> ring;
 #pragma unroll 1
   for (;; record.advance()) {
-    const FwdTile& tile = shared.wait_tile(record);
+    const typename L::Tile& tile = shared.wait_tile(record);
     if (tile.m_rows == 0) return;
     const TilePages<WHICH> pages(params, tile);
+    const auto piece_of = [&](int n) {
+      return pages.at(max(tile.key_tile(n), 0) * L::BLOCK_N + first_row);
+    };
     const int head_kv = tile.head / (shape.heads_q / shape.heads_kv);
     const int n_begin = tile.n_range.begin;
     int n = tile.n_range.end - 1;
     const int n_almost = min(n, n_begin + LOOK_AHEAD);
     if (n < n_begin && lane == 0) mbarrier_arrive(smem_address(&shared.almost_loaded));
-    PagePiece piece = pages.at(max(n, 0) * L::BLOCK_N + first_row);
+    PagePiece piece = piece_of(n);
 #pragma unroll 1
     for (; n >= n_begin; --n, ring.advance()) {
-      const PagePiece next = pages.at(max(n - 1, 0) * L::BLOCK_N + first_row);
+      const PagePiece next = piece_of(n - 1);
       if (n == n_almost && lane == 0) mbarrier_arrive(smem_address(&shared.almost_loaded));
       barriers.wait_empty(ring);
       const uint32_t full = smem_address(&barriers.full[ring.stage]);
