@@ -40,7 +40,7 @@ struct ScoreOptions {
   // Whether the score is another function of S than a product, which has a slope of its own.
   static constexpr bool HAS_SLOPE = SOFTCAP || HAS_USER_SCORE;
   // Whether tiles off the diagonal have ALiBi as a part of the exponentials, which takes registers.
-  static constexpr bool ALIBI_IS_LINE = ALIBI && !(DROPOUT && is_by_tma(BIAS));
+  static constexpr bool ALIBI_IS_LINE = ALIBI && !is_by_tma(BIAS);
   static_assert(!HAS_USER_SCORE || !(SOFTCAP || ALIBI), "a text takes the place of both");
 };
 
