@@ -55,11 +55,6 @@ class Request:
         """Where its last token stands, the one that goes in next; as many keys are in its pages."""
         return len(self.prompt) + self.sampled - 1
 
-    @property
-    def most_cached(self) -> int:
-        """The tokens that have keys and values at its end; the last new one needs none."""
-        return len(self.prompt) + self.max_new_tokens - 1
-
     def add(self, token: int) -> None:
         """A token has been read; -1 where the logits were no distribution."""
         if token < 0:
