@@ -110,11 +110,15 @@ def emulated_kernels():
 def small_memory_pools():
     """Gives large cached blocks back to the GPU, which other processes of the run share.
 
-    The current device is the first one again after each test.
+    The current device is the first one again after each test; JAX leaves the last one when it
+    begins.
     """
     yield
     if "cupy" in sys.modules and compute_capability()[0]:
-        assert sys.modules["cupy"].cuda.runtime.getDevice() == 0
+        runtime = sys.modules["cupy"].cuda.runtime
+        if "jax" in sys.modules:
+            runtime.setDevice(0)
+        assert runtime.getDevice() == 0
     for name, shrink in (("cupy", _shrink_cupy), ("torch", _shrink_torch)):
         if name in sys.modules and compute_capability()[0]:
             shrink(sys.modules[name])

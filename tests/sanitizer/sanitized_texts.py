@@ -17,7 +17,7 @@ backend, dtype = sys.argv[1:]
 
 def inputs(length, head_dim):
     shape = {"batch": 2, "seqlen_q": length, "seqlen_k": length, "heads_q": HEADS, "heads_kv": 2}
-    return make_inputs("torch", dtype, head_dim=head_dim, **shape)
+    return make_inputs("torch", dtype, device="cuda", head_dim=head_dim, **shape)
 
 
 with environment.override(backend=backend):
