@@ -31,20 +31,24 @@ CASES = [
     CachedCase("bfloat16", page=128, tokens=300, option="sliding", group=2, head_dim=128),
 ]
 SPLIT = CachedCase("bfloat16", page=16, tokens=280, option="sliding", head_dim=128, packed=True)
+# Without a causal mask, so that the key tile on the diagonal comes before those behind it.
+FROM_DIAGONAL = CachedCase("float16", page=64, tokens=200, option="slopes of sequences", group=2)
 GATHERED = [
     CachedCase("float16", page=20, tokens=90),
     CachedCase("float16", page=16, tokens=90, option="leftpad"),
 ]
 
 
-def check(case, device="cpu"):
-    """Compares results and caches."""
+def check(case, device="cpu", **options):
+    """Compares results and caches; the options are given besides those of the case."""
 
     def array(values, dtype=None):
         x = torch.from_numpy(numpy.ascontiguousarray(values)).to(device)
         return x if dtype is None else x.to(getattr(torch, dtype))
 
     problem = CachedProblem(case, array)
+    problem.options.update(options)
+    problem.arguments.update(options)
     out, lse = attention_with_cache(**problem.arguments, return_lse=True)
     right, right_lse = problem.expected()
     half = "float16" if case.dtype == "float16" else None
@@ -66,15 +70,16 @@ def splits(number):
 def run_emulated(folder):
     import emulator
 
-    def run(case, *names):
+    def run(case, *names, **options):
         forced = environment.override(backend="sm90")  # also for the shortest sequences
         with emulator.hopper(folder) as launched, forced:
-            check(case)
+            check(case, **options)
         print(f"{case}: {', '.join(launched)}", flush=True)
         assert [*names] == [x for x in launched if x != "cache_append"]
 
     for case in CASES:
         run(case, "sequence_maps_sm90", "flash_fwd_sm90")
+    run(FROM_DIAGONAL, "sequence_maps_sm90", "flash_fwd_sm90", causal=False)
     with splits(2):
         run(SPLIT, "sequence_maps_sm90", "flash_fwd_sm90", "flash_fwd_combine_sm90")
     for case in GATHERED:

@@ -30,11 +30,12 @@ def test_emulated(emulated_kernels):
 
 @each_library(library="torch", device="cuda")
 def test_on_a_gpu(target):
-    """The same calls, and one whose keys blocks share."""
-    from prefill_calls import CASES, GATHERED, SPLIT, check, splits
+    """The same calls."""
+    from prefill_calls import CASES, FROM_DIAGONAL, GATHERED, SPLIT, check, splits
 
     for case in (*CASES, *GATHERED):
         check(case, "cuda")
+    check(FROM_DIAGONAL, "cuda", causal=False)
     with splits(3):
         check(SPLIT, "cuda")
 
