@@ -2,9 +2,8 @@
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
 deterministic selection is. Without a GPU: every kernel for each architecture, but for those
-`LIKE_SM80` only what no other has;
-over all of them every value of every switch and, but for attention, whose tiles `.ci/run`
-compiles, of every size.
+`LIKE_SM80` only what no other has; over all of them every value of every switch and, but for
+attention, whose tiles `.ci/run` compiles, of every size.
 Where there is a GPU, and so usually more than two cores: in the backends of attention every tile of
 each architecture with every pair of switches (dtype, softcap, ALiBi, ...), and over all
 architectures every tile with every value of every switch; the other kernels are the same on all
@@ -45,8 +44,7 @@ SAME_EVERYWHERE = {
 }
 LIKE_SM80 = ((8, 6), (8, 9), (10, 0), (12, 0))  # its instructions and registers
 NEWEST = LIKE_SM80[2:]  # of which CI compiles every kernel, as their code is made in other ways
-OLDEST = (6, 0)  # which lacks most instructions
-OLDER = (OLDEST, (7, 0))  # what these spill is not looked at
+OLDER = ((6, 0), (7, 0))  # what these spill is not looked at
 THOROUGH = compute_capability()[0] > 0
 PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
@@ -191,12 +189,12 @@ def rest():
     tested = itertools.chain(*(x for name in BACKENDS for x in selection(name).values()))
     of_hopper = {tile(x) for x, _ in hopper()} - {tile(x) for x, _ in widest()}
     found, first = {*map(tile, tested), *of_hopper}, {}
-    for name, capability in itertools.product(SETS, (*CAPABILITIES, OLDEST)):
+    for name, capability in itertools.product(SETS, (*CAPABILITIES, *OLDER)):
         for config in SETS[name].configurations(capability):
             task = config, jit.arch_of(capability)
             if name in BACKENDS and tile(config) not in found:
                 first.setdefault(tile(config), task)
-            if capability in (*NEWEST, OLDEST):
+            if capability in (*NEWEST, *OLDER):
                 first.setdefault((config.name, capability), task)
     return list(dict.fromkeys(first.values()))
 
