@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrix import each_library
 from places import PYTHONPATH
-from targets import has
+from targets import FORCED, has
 
 from cupyflash.ops.decode import paged_rows
 
@@ -76,6 +76,7 @@ def test_emulated(emulated_kernels, part):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(FORCED == "simt", reason="simt computes such calls by another kernel")
 @each_library(library="torch", device="cuda")
 def test_on_a_gpu(target):
     """The same calls, with more blocks, each twice: the counters are 0 again."""
