@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,26 @@ def test_entry_that_others_can_write_is_not_loaded(folder, recwarn, leave_open):
         assert path.stat().st_mode & 0o022 == 0
     assert jit.build(Scale(), "sm_80") == mended and len(recwarn) == 0
     assert [path.name for path in (folder / "cache").iterdir()] == [kept.path.parent.name]
+
+
+@posix
+def test_threads_replace_what_others_can_write(tmp_path):
+    """Each finds it unsafe and moves it away, while others do so or have published theirs."""
+    built = cache.Built(Path(), "scale", "scale<2>", "sm_80", "12.9", 8, 0, 0, (), 0.1)
+    barrier = threading.Barrier(4, timeout=10)
+
+    def publish(folder):
+        barrier.wait()
+        return cache._write(folder, built, b"ours", "")
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(200):
+            folder = tmp_path / f"scale.{number}"
+            folder.mkdir()
+            (folder / "kernel.cubin").write_bytes(b"theirs")
+            folder.chmod(0o777)
+            assert all(map(healthy, list(pool.map(publish, [folder] * 4))))
+    assert len(list(tmp_path.iterdir())) == 200  # nothing unfinished
 
 
 @posix
