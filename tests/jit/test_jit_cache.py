@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import tiny_kernel
+from fakes import fake_facts
 from tiny_kernel import Scale, needs_nvrtc, run_python, start_python
 
 from cupyflash import environment, jit
-from cupyflash.jit import cache, compiler, ownership
+from cupyflash.jit import cache, ownership
 
 pytestmark = needs_nvrtc
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
@@ -82,18 +83,16 @@ def test_processes(folder):
 @pytest.mark.parametrize("first", ["healthy", "damaged"])
 def test_lost_race(folder, monkeypatch, first):
     """Another process publishes the entry while this one compiles."""
-    compile_kernel = compiler.compile_kernel
     other = jit.build(Scale(), "sm_80")
     if first == "damaged":
         other.path.write_bytes(b"damaged")
     shutil.move(other.path.parent, folder / "other")
 
-    def slow(*args):
-        compiled = compile_kernel(*args)
+    def slow(compiled):
         shutil.move(folder / "other", other.path.parent)
         return compiled
 
-    monkeypatch.setattr(compiler, "compile_kernel", slow)
+    tiny_kernel.record_compilations(monkeypatch, slow)
     built = jit.build(Scale(), "sm_80")
     assert built.path == other.path and unfinished(folder) == []
     assert cache.read_entry(built.path.parent) == (other if first == "healthy" else built)
@@ -208,7 +207,7 @@ def give_to_a_group(path, monkeypatch):
     if os.geteuid() == 0:
         os.chown(path, -1, 54321)
     else:
-        monkeypatch.setattr(ownership, "_is_own_group", lambda number: False)
+        fake_facts(monkeypatch, ownership, _is_own_group=False)
 
 
 @posix
@@ -343,7 +342,7 @@ def given_away(folder, monkeypatch):
     if os.geteuid() == 0:
         os.chown(folder / "cache", 54321, -1)
     else:
-        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+        fake_facts(monkeypatch, os, geteuid=54321)
 
 
 @posix
