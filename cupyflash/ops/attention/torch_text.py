@@ -135,7 +135,7 @@ def _gradients(
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Of q, k, v, the plain arguments, the text, the numbers, and the captures one by one."""
+    """Save what the backward needs of q, k, v, plain arguments, text, numbers and captures."""
     *plain, text, numbers = inputs[3 : 3 + NUM_PLAIN + 2]
     ctx.captures = len(inputs) - (3 + NUM_PLAIN + 2)
     tensors = (*inputs[:3], *output, *plain[:NUM_EXTRAS], *inputs[3 + NUM_PLAIN + 2 :])

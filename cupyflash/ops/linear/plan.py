@@ -155,7 +155,7 @@ class LinearPlan(Plan):
 
 
 def as_rows(x: View) -> tuple[View, bool]:
-    """As (rows, columns), and whether it must be copied for that."""
+    """An array seen as (rows, columns), and whether it must be copied for that."""
     columns = x.shape[-1]
     sizes, (steps,) = collapse(x.shape[:-1], [x.strides[:-1]])
     if len(sizes) > 1:

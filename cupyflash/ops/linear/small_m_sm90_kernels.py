@@ -52,7 +52,7 @@ class LinearSmallMSm90(KernelConfig):
 
     @property
     def norm_threads(self) -> int:
-        """The same if there is a norm, with which another warpgroup helps."""
+        """The threads of a block if there is a norm, which another warpgroup helps to compute."""
         return self.threads + WARPGROUP
 
     @property

@@ -26,7 +26,7 @@ class TextCall(NamedTuple):
         return [x.name for x in self.text.captures if x.learns]
 
     def with_gradients(self) -> "TextCall":
-        """The same, with zeros to which `slope` adds."""
+        """This call with zeros for the gradients of the captures, to which `slope` adds."""
         named = zip(self.text.captures, self.captures)
         zeros = {
             capture.name: array_namespace(x).zeros(x.shape, "float64")

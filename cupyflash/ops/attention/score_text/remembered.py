@@ -22,9 +22,9 @@ BUILTINS = {"abs": abs, "pow": pow}
 LIBRARIES = ("torch", "numpy", "cupy", "math", "jax")
 OPERATIONS = {*ONE, *OPERATORS, *SAME, *CASTS, "min", "max", "neg", "logical_and", "logical_or"}
 OPERATIONS |= {x.removeprefix("call_") for x in dir(Recorder) if x.startswith("call_")}
-# What else is looked up in a library: modules, numbers, dtypes.
+# A function also looks up these modules, numbers and dtypes in a library.
 CONSTANTS = ("nn", "functional", "special", "pi", "inf", "float32", "int32", "int64")
-# Instructions that are no part of a plain expression, by what their names hold.
+# An instruction whose name contains one of these is no part of a plain expression.
 OTHERS = ("JUMP", "ITER", "IMPORT", "STORE_", "DELETE_", "RAISE", "YIELD", "MAKE_", "LOAD_NAME")
 PLAIN = "STORE_FAST"
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")

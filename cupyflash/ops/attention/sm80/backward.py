@@ -37,7 +37,7 @@ BACKWARD_TILES = {
         192: (64, 32, 8, 1),
         256: (32, 32, 4, 1),
     },
-    # No entry for 256: its smallest tiles need more than Turing's 64 KB, and simt serves.
+    # 256 has no entry, because its smallest tiles need more than Turing's 64 KB; simt serves it.
     "turing": {
         32: (64, 64, 4, 1),
         64: (64, 64, 4, 1),
@@ -47,8 +47,8 @@ BACKWARD_TILES = {
         192: (32, 32, 4, 1),
     },
 }
-# For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill. The
-# smallest tiles of head dim 256 spill on sm_120 all the same, and simt serves.
+# ptxas needs a few more registers for Blackwell, so tiles that would spill there are narrower. On
+# sm_120 even the smallest tiles of head dim 256 spill, so the backend simt serves it.
 BACKWARD_TILES["sm100"] = {
     32: (64, 64, 8, 2),
     64: (64, 128, 8, 2),
@@ -61,8 +61,8 @@ BACKWARD_TILES["sm100"] = {
 BACKWARD_TILES["sm120"] = BACKWARD_TILES["small"] | {32: (128, 64, 8, 2)}
 del BACKWARD_TILES["sm120"][256]
 
-# For narrow heads without options of the score, a kernel in which each warp owns keys: block_m,
-# block_n, num_warps. Two of its blocks fit on a multiprocessor.
+# Narrow heads without options of the score have a kernel in which each warp owns keys. Its tiles
+# are (block_m, block_n, num_warps), and two of its blocks fit on a multiprocessor.
 BACKWARD_TILES_KEYS = {
     "large": {32: (128, 128, 4), 64: (64, 128, 4), 96: (64, 64, 4)},
     "small": {32: (64, 128, 4), 64: (32, 128, 4)},

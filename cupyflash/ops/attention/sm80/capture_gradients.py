@@ -42,7 +42,7 @@ class FlashBwdCapturesSm80(AttentionKernel):
 
     @property
     def header(self) -> str:
-        """That of the text, in which captures that learn are read with a derivative."""
+        """The header of the text, in which captures that learn are read with a derivative."""
         text = super().header
         reads, starts = [], []
         for capture in self.text.captures:

@@ -170,7 +170,7 @@ def box_of_pages(block_n: int, rows: Any) -> int:
 
 
 def _behind_v(problem: Problem, row_step: int, box_rows: int) -> bytes:
-    """What follows the two pointers of `PagesOfKeys`."""
+    """The bytes of `PagesOfKeys` behind its two pointers."""
     found = pages.PagesOfKeys(
         rows=problem.pages, v_row_bytes=row_step * ITEM_SIZE[problem.dtype], box_rows=box_rows
     )
@@ -209,7 +209,7 @@ def tensor_map(
     head_dim = problem.head_dims[name not in ("q", "k")]
     steps = (n if size > 1 and rows else head_dim for size, n in zip(sizes, strides))
     batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
-    # No dimension may be empty; of an empty tensor nothing is loaded.
+    # The driver refuses an empty dimension; the kernels load nothing of an empty tensor.
     dims = (head_dim, max(1, rows), heads, batch)
     return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows, columns)
 
