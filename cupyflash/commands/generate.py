@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         texts += [line for line in lines if line.strip()]
     if not texts:
         raise ValueError("--prompt must be given, got none")
-    # Checked before anything is loaded.
+    # Wrong options are errors before anything is loaded.
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if sampling.temperature == 0 and (idle := _given(arguments, "top_k", "top_p", "seed")):
         raise ValueError(f"{idle[0]} needs a --temperature above 0, got 0, which is greedy")

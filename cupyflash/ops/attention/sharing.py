@@ -8,8 +8,8 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Card
 from .problem import Problem
 
-# A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
-# should have so many.
+# A launch with at most FEW_TILES tiles for each multiprocessor has few. A section of its heads
+# should then have SECTION_TILES for each.
 FEW_TILES, SECTION_TILES = 8, 3
 # A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
 # in float32 take longer than it saves.

@@ -49,7 +49,7 @@ TILES_MANY = {32: (64, 128), 64: (64, 128)}
 WIDE_TILES = {192: (64, 96, 3), 256: (64, 80, 2)}
 # Three warpgroups have no registers for the derivative of the softcap, a bias or dropout.
 WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
-# (head dim, that of v and out): block_m, block_n, groups
+# (head dim, head dim of v and out): block_m, block_n, groups
 NARROW_V_TILES = {(192, 128): (64, 96, 2)}
 # The others that `python -m cupyflash tune` tries.
 CANDIDATES = {128: ((64, 64, 2),), 256: ((64, 64, 2),)}

@@ -22,8 +22,7 @@ BIAS_BY_TMA = (
 )
 # The kind of a bias by TMA whose gradient the backward stores.
 STORED_GRADIENT = BIAS_KINDS.index("STORED_GRADIENT")
-# Blocks that can share a tile, of which the kernel that combines has a lane each.
-# (head dim, that of v and out) of the kernels that take v as narrow as it is.
+# The (head dim, head dim of v and out) of kernels that take v without padding.
 NARROW_V = ((192, 128),)
 
 

@@ -70,7 +70,7 @@ class PersistentLaunch(AttentionLaunch):
         self.bias_maps = None
         if config.bias_box_rows:
             self.bias_maps = TensorMaps([bias_map(problem, config.bias_box_rows)], problem.device)
-        # Null where every block has one tile, as those that share its keys do.
+        # The counter is null where every block has one tile, as blocks that share its keys do.
         self.counters = tile_counters(problem.device) if tiles > blocks else _no_counter
         self.end = _after_counter(config.params, num_splits=1)
         self.sequences = None
@@ -204,8 +204,8 @@ def tensor_map(
 ) -> TensorMapSpec:
     """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
     batch, rows, heads = sizes = problem.sizes(name)
-    # The stride of an axis with one index does not matter, nor any of a tensor without elements
-    # (`Problem.access` does not look at them), but they must be valid: that of a row.
+    # `Problem.access` does not look at the stride of an axis with one index, nor at those of a
+    # tensor without elements. The driver wants them valid all the same, as that of a row is.
     head_dim = problem.head_dims[name not in ("q", "k")]
     steps = (n if size > 1 and rows else head_dim for size, n in zip(sizes, strides))
     batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
