@@ -219,7 +219,7 @@ def backward_rule(call: Callable) -> Callable:
 
 
 def _mapped(call: Callable, size: int, in_dims: tuple, inputs: tuple, tensors: int) -> tuple:
-    """`mapped` of torch_ops, with a text in which the batch is that of one entry.
+    """`mapped` of torch_ops, with a text whose batch index is that within an entry of the map.
 
     Raises:
         NotImplementedError: as without a text, and captures that are mapped.

@@ -128,7 +128,7 @@ class LinearPlan(Plan):
         ]
 
     def _places(self, names: tuple[str, ...]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """Picks the pointers of these names from those that `run` has."""
+        """A function that picks the pointers of these names out of all that `run` has."""
         order = (*Arrays._fields, "out", "", *self.between)
         return operator.itemgetter(*map(order.index, names))
 

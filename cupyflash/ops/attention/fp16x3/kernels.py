@@ -230,7 +230,7 @@ def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 
 
 def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
-    """The main kernel by tile in the same way."""
+    """The main kernel of the backward by tile, the built-in one first."""
     tiles = (_backward_tile(kind), *BACKWARD_CANDIDATES)
     return {tile: backward_kernels(kind, tile)[1] for tile in tiles}
 

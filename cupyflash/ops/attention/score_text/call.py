@@ -38,7 +38,7 @@ class TextCall(NamedTuple):
     def score(
         self, scores: Array, row: int, col: int
     ) -> tuple[Array, Callable[[Array], Array] | None]:
-        """The scores by the text, and what turns their gradient into that of what they were.
+        """The scores by the text, and the function that takes their gradient back through it.
 
         Args:
             scores: (batch, heads_kv, group, m, n), ``scale * q . k`` of the queries from ``row``

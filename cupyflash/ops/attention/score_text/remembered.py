@@ -1,9 +1,9 @@
-"""What a function said when it was traced, for calls with a function that must say the same.
+"""Texts of functions that were traced, for calls with another function that has the same text.
 
 A model hands over its function at every call, often one that it has just made. Its text follows
 from its code, the dtypes and ranks of the arrays that it names, and the numbers that it names, if
-the code has no branch, and calls nothing but the operations of a score: then it cannot depend on
-what the arrays hold. Another function is traced at each call.
+the code has no branch, and calls nothing but the operations of a score: then the text cannot depend
+on what the arrays hold. Any other function is traced at each call.
 """
 
 import dis
@@ -33,7 +33,7 @@ _texts: dict[tuple, tuple[Any, tuple[int | None, ...]]] = {}
 
 
 def remembered(kind: type, function: Any) -> Any:
-    """``kind(function)``, a `Score` or a `Mask`, traced only if nothing like it has been before.
+    """``kind(function)``, a `Score` or a `Mask`; the function is not traced if its text is known.
 
     Raises:
         As the class.

@@ -80,7 +80,7 @@ def _needs_stand_in(x: Any) -> bool:
 
 
 def _copy(recorder: Recorder, x: Any, copies: dict[int, Any]) -> Any:
-    """x, with stand-ins in the place of arrays if it is one, or a function that reads some."""
+    """A stand-in for an array; a copy with stand-ins for a function that reads arrays; else x."""
     if id(x) in copies:
         return copies[id(x)]
     if isinstance(x, functools.partial):

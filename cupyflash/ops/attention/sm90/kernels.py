@@ -79,7 +79,7 @@ class FlashFwdSm90(PagedKernel):
 
     @property
     def bias_box_rows(self) -> int:
-        """Rows of a box of the map of the bias: those of a warpgroup."""
+        """Rows of a box of the map of the bias: the 64 of a warpgroup."""
         return 64 if self.bias in BIAS_BY_TMA else 0
 
 
@@ -160,7 +160,7 @@ class FlashBwdSm90(MainKernel):
 
 @dataclasses.dataclass(frozen=True)
 class FlashBwdWideSm90(MainKernel):
-    """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV.
+    """Backward for wide heads: ``groups`` warpgroups share the columns of dK and dV.
 
     Attributes:
         head_dim_v: of v, dout and dv: ``head_dim``, or one of `NARROW_V`.
