@@ -41,8 +41,8 @@ def cupy(monkeypatch):
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
-    monkeypatch.setattr(scratch, "is_capturing", lambda stream: capturing)
+def test_until_the_graph_is_gone(cupy, capturing):
+    cupy.capturing = {cupy.current.ptr} if capturing else set()
     with scratch.array_operations(CupyArray(contextlib.nullcontext())):
         memory = weakref.ref(cupy.allocators[-1](100))
     gc.collect()
@@ -62,8 +62,7 @@ def test_other_arrays_need_nothing(cupy):
             assert len(cupy.allocators) == 1
 
 
-def test_on_the_device_of_the_array(cupy, monkeypatch):
-    monkeypatch.setattr(scratch, "is_capturing", lambda stream: False)
+def test_on_the_device_of_the_array(cupy):
     current = []
 
     @contextlib.contextmanager
