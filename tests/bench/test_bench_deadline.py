@@ -1,4 +1,4 @@
-"""The time that a benchmark may take (no GPU needed)."""
+"""The time that a benchmark may take (no GPU needed); whole runs are of small_benchmarks.py."""
 
 import signal
 import time
