@@ -170,7 +170,7 @@ def _row(operation: Operation, one: Pass, library: str) -> Row:
 
 
 def compare(exact: Check, name: str, result: Any) -> Comparison:
-    """The comparison of one result; of several that of a wrong one, or else the closest."""
+    """The comparison of a result: that of its wrong part, or of the part nearest to being wrong."""
     found = exact.compare(**{name: result})
     return max(found, key=lambda x: (bool(x.failure), x.closeness))
 

@@ -172,7 +172,7 @@ def command(arguments: list[str]) -> None:
 
     @functools.wraps(validate)
     def validated(self: Any) -> None:
-        """It knows transformers' own names."""
+        """Checks the options without our name, because transformers knows only its own."""
         name = self.attn_implementation
         self.attn_implementation = None if name == NAME else name
         validate(self)

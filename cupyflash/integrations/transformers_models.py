@@ -21,8 +21,8 @@ from .transformers_mask import FUNCTION
 # A name with "flash" in it sends many models through paths that are meant for flash-attn.
 NAME = "cupy_attention"
 MISNOMER = "cupyflash"
-# For continuous batching (transformers_continuous.py), which asks for "flash" and for the version
-# of flash-attn, 2 or 3, behind it. Models switch to it from `NAME`.
+# Models switch from `NAME` to this one for continuous batching (transformers_continuous.py), which
+# wants a name with "flash" and the version of flash-attn, 2 or 3, behind it.
 CONTINUOUS = "cupy_flash_attention_2"
 
 # These show whether a class of models calls the attention interface, or computes by itself.

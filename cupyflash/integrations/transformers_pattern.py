@@ -51,7 +51,7 @@ class Packed(NamedTuple):
 
     @property
     def device(self) -> None:
-        """As that of a `Pattern`."""
+        """None, as for a `Pattern`: it lies nowhere."""
 
     def to(self, device: None) -> "Packed":
         return self

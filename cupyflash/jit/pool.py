@@ -96,12 +96,12 @@ def _run(tasks: list[Task], jobs: int) -> Iterator[tuple[Task, tuple[Built, bool
         for task in tasks:
             yield task, builder.find_or_compile(*task)
         return
-    # Half of the time that `import cupyflash` would take beyond itself, for warm-ups alone.
+    # Only warm-ups need these imports, which take longer than `import cupyflash`.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
 
-    # Not fork: the parent may hold threads, locks and a CUDA context.
+    # A forked process would have the parent's locks and CUDA context, but not its threads.
     context = multiprocessing.get_context("spawn")
     settings = (environment.current(),)
     others = set(multiprocessing.active_children())

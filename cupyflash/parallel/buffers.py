@@ -73,7 +73,7 @@ def context_parallel(
 
 @functools.lru_cache(maxsize=64)
 def _shard(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Shard:
-    """Every rank enters the same blocks, and so makes the same shards."""
+    """The shard of these lengths; every rank enters the same blocks, and so makes the same ones."""
     return Shard(lengths, mesh)
 
 

@@ -1,10 +1,10 @@
 """Which way keys and queries take: the bytes that each one moves, and how many attention hides."""
 
-# Measured on two H100 with NVLink: an all-gather beside attention costs 31 % of its own time, an
-# all-to-all all of it (nothing can be computed before it has ended).
+# An all-gather beside attention costs 31 % of its own time (measured on two H100 with NVLink), and
+# an all-to-all all of it, because nothing can be computed before it has ended.
 NOT_HIDDEN = 0.31
-# The bytes of K and V that travel together, by collectives and by copies. With fewer, links are far
-# from their rate and launches count; a copy costs less than a collective.
+# At least so many bytes of K and V travel together, by collectives and by copies. With fewer, links
+# are far from their rate and launches count; a copy costs less than a collective.
 LEAST_BYTES = 256 << 20
 LEAST_COPIED = 64 << 20
 # A copy engine moves so many bytes a second, and each copy costs the host so many seconds.

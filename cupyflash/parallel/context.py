@@ -20,7 +20,7 @@ class Context(NamedTuple):
 
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
-# Not a context variable: backward passes run in other threads.
+# The list is no context variable, because backward passes run in other threads.
 _contexts: list[Context] = []
 _seen = False
 

@@ -73,14 +73,14 @@ class CopiedHeads:
 
     @functools.cached_property
     def from_all(self) -> Copies:
-        """The tokens of each rank, of those of the team."""
+        """The copies of the tokens of each rank out of those of the team."""
         ranks = numpy.repeat(numpy.arange(self.team.size), [len(x.row) for x in self.runs])
         begin, end, row = map(numpy.concatenate, zip(*self.runs))
         columns = ranks, self.whole.rows(begin), row, end - begin
         return Copies(self.team, self.peers.device, *columns)
 
     def _enter(self, xs: list[Tensor], rows: int, columns: list[int]) -> list[int]:
-        """The places, in bytes, of so many rows for each of ``xs``."""
+        """Enters the memory for ``rows`` rows of each of ``xs``; returns their places in bytes."""
         places, size = [], 0
         for x, width in zip(xs, columns):
             places.append(size)

@@ -40,7 +40,7 @@ class Heads:
     def of(
         cls, team: Team, failures: Failures, indices: list[numpy.ndarray], device: torch.device
     ) -> "Heads":
-        """Of the numbers of the tokens of each rank of the team."""
+        """The exchange of a team whose ranks hold the tokens with these numbers."""
         place = torch.from_numpy(numpy.concatenate(indices)).argsort()
         order = torch.empty_like(place)
         order[place] = torch.arange(len(place))

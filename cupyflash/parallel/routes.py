@@ -35,7 +35,7 @@ class Copies(NamedTuple):
     slot: numpy.ndarray
 
     def some(self, chosen: numpy.ndarray) -> "Copies":
-        """Those with these indices, or where a mask is true."""
+        """The copies with these indices, or where a mask is true."""
         return Copies(*(x[chosen] for x in self))
 
 

@@ -124,7 +124,7 @@ class Tokens:
         return dataclasses.replace(self, cuts=self.cuts[:, ::size])
 
     def of_rows(self, rows: int) -> "Tokens":
-        """So many rows of these sequences, one after another, each divided in the same way."""
+        """The sequences of several rows, one row after another, each divided in the same way."""
         return dataclasses.replace(
             self,
             lengths=numpy.tile(self.lengths, rows),

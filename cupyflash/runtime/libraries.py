@@ -121,7 +121,7 @@ class NumpyLibrary(Library):
         return numpy.array([value], numpy.int64)
 
     def random_seed(self, like: Array) -> Array:
-        """The same with a value from the library's generator."""
+        """An int64 array of one element from the library's generator."""
         return numpy.random.randint(SEEDS, size=1, dtype=numpy.int64)
 
     def arange(self, count: int, like: Array) -> Array:

@@ -59,7 +59,7 @@ def readable(dout: Tensor | None, out: Tensor) -> Tensor:
     """The gradient of out as the kernels read it: None is 0, as where only the LSE is used."""
     if dout is None:
         return torch.zeros_like(out)
-    # An expanded scalar, as .sum() hands it down.
+    # .sum() hands down an expanded scalar, whose strides are 0.
     return dout if dout.stride(-1) == 1 else dout.contiguous()
 
 

@@ -44,12 +44,12 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `cupyflash.attention`."""
+        """The options that `cupyflash.attention` gets."""
         return {"causal": self.causal, "softcap": self.softcap}
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Of q, k, v and dout: (batch, seqlen, heads, head_dim)."""
+        """The shapes of q, k, v and dout: (batch, seqlen, heads, head_dim)."""
         return (
             (self.batch, self.seqlen, self.heads, self.head_dim),
             (self.batch, self.keys, self.heads_kv, self.head_dim),

@@ -92,7 +92,7 @@ class Comparison(NamedTuple):
 def assert_close_to_float64(
     actual: Any, exact: Any, yardstick: Any, dtype: str, name: str, *, terms: float = 0.0
 ) -> None:
-    """As `compare_with_float64`; prints what was compared.
+    """Compare with `compare_with_float64`, and print what was compared.
 
     Raises:
         AssertionError: the result is wrong.

@@ -1,4 +1,4 @@
-"""How many functions of the package lie between a public call and its launch (no GPU needed).
+"""How many functions of the package a public call enters on the way to its launch (no GPU needed).
 
 A process of its own counts them, in which `bench.lib.dry_run` makes plans for a Hopper GPU.
 """
@@ -17,6 +17,7 @@ import cupyflash
 PACKAGE = str(Path(cupyflash.__file__).parent)
 MOST = 6  # of a repeated call: public function, Operation, dispatch, Plan twice, Launch
 MOST_AT_FIRST = 10  # to the `Launch` that loads its kernel
+MOST_ENTERED = (22, 13)  # functions, and files, that a repeated `attention` enters
 
 
 def chain(frame):
@@ -53,8 +54,27 @@ def calls():
     }
 
 
+def entered(call):
+    """The numbers of functions of the package, and of files, that a call enters."""
+    found = set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(found), len({code.co_filename for code in found})
+
+
 def main():
-    """Prints the chains of functions to each kernel's load, and to its second launch, in JSON."""
+    """Prints in JSON for each topic the chains of functions, and what a repeated call enters.
+
+    A chain leads to a kernel's load, or to its second launch.
+    """
     from bench.lib.dry_run import hopper
 
     found = {}
@@ -63,14 +83,13 @@ def main():
         loads.append(chain(sys._getframe()))
         return lambda *arguments: launches.append(chain(sys._getframe()))
 
-    with hopper():
-        cupyflash.jit.load = load
+    with hopper(load=load):
         for name, call in calls().items():
             loads, launches = [], []
             call()
             launches = []
             call()
-            found[name] = loads, launches
+            found[name] = loads, launches, entered(call)
     print(json.dumps(found))
 
 
@@ -83,7 +102,8 @@ def test_depth():
     assert result.returncode == 0
     found = json.loads(result.stdout)
     assert len(found) == 7
-    for name, (loads, launches) in found.items():
+    assert all(x <= most for x, most in zip(found["attention"][2], MOST_ENTERED)), found
+    for name, (loads, launches, _) in found.items():
         assert loads and all(len(x) <= MOST_AT_FIRST for x in loads), loads
         assert launches and all(x[0] == name and x[-1] == "start" for x in launches), launches
         assert all(len(x) <= MOST for x in launches), launches

@@ -6,7 +6,7 @@ import weakref
 
 import numpy
 import pytest
-from fakes import fake_cupy
+from fakes import fake_cupy, fake_graphs
 
 from cupyflash.runtime import scratch
 
@@ -35,14 +35,14 @@ def cupy(monkeypatch):
 
     get_allocator = lambda: allocators[-1]
     fake = fake_cupy(monkeypatch, get_allocator=get_allocator, using_allocator=using_allocator)
-    fake.allocators, fake.ends = allocators, []
-    monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
+    fake.allocators = allocators
+    fake_graphs(monkeypatch, fake)
     return fake
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_until_the_graph_is_gone(cupy, monkeypatch, capturing):
-    monkeypatch.setattr(scratch, "is_capturing", lambda stream: capturing)
+def test_until_the_graph_is_gone(cupy, capturing):
+    cupy.capturing = {cupy.current.ptr} if capturing else set()
     with scratch.array_operations(CupyArray(contextlib.nullcontext())):
         memory = weakref.ref(cupy.allocators[-1](100))
     gc.collect()
@@ -62,8 +62,7 @@ def test_other_arrays_need_nothing(cupy):
             assert len(cupy.allocators) == 1
 
 
-def test_on_the_device_of_the_array(cupy, monkeypatch):
-    monkeypatch.setattr(scratch, "is_capturing", lambda stream: False)
+def test_on_the_device_of_the_array(cupy):
     current = []
 
     @contextlib.contextmanager

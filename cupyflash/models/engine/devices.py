@@ -215,7 +215,7 @@ class TorchDevice(Device):
         stream.wait_stream(cuda.current_stream())
         with cuda.stream(stream):
             launches()
-        # As with CuPy the graphs share memory.
+        # The graphs share memory, as those of CuPy do.
         options = {"pool": self.graph_pool, "stream": stream, "capture_error_mode": "thread_local"}
         with no_garbage_collected(), cuda.graph(graph, **options), dependent_launches():
             result = launches()

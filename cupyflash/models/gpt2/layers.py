@@ -88,7 +88,7 @@ def naive_attention(q: Array, k: Array, v: Array, last: Array) -> Array:
     scores = xp.matmul(q_heads * scale, k_heads.swapaxes(-1, -2))
     columns = xp.arange(k.shape[1], dtype="int32")
     scores = xp.where(columns <= last[:, None, :, None], scores, dtype.type(-numpy.inf))
-    # 0 times what an earlier sequence left there may be NaN.
+    # An earlier sequence may have left infinity or NaN behind the last key, and 0 times it is NaN.
     v_heads = xp.where(columns[:, None] <= last.max(1)[:, None, None, None], v_heads, dtype.type(0))
     weights = xp.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)

@@ -138,7 +138,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self.tokenizer, self.strings = tokenizer, strings
-        # A token has a byte at least: so many tokens hold the string, and what begins before it.
+        # A token has at least one byte, so as many tokens as bytes contain the whole string.
         self.length = max(len(string.encode()) for string in strings)
 
     def end(self, tokens: Sequence[int]) -> bool:
@@ -162,7 +162,7 @@ class TextStream:
         if text.endswith(INCOMPLETE):
             return ""
         new = text[len(self.shown) :]
-        # Tokens of finished lines cannot change what follows: decoding stays short.
+        # Tokens of finished lines cannot change what follows, so they need not be decoded again.
         self.tokens, self.shown = ([], "") if text.endswith("\n") else (self.tokens, text)
         return new
 

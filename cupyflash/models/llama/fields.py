@@ -167,7 +167,7 @@ def read(given: Any, place: str) -> dict[str, Any]:
 
 
 def _architecture(fields: Fields) -> Architecture:
-    """That of `ARCHITECTURES`, by ``architectures`` or, where that is not given, ``model_type``."""
+    """The row of `ARCHITECTURES` that ``architectures`` names, or else ``model_type``."""
     names, model_type = fields.get("architectures"), fields.get("model_type")
     by_type = {kind.model_type: name for name, kind in ARCHITECTURES.items()}
     if names is None:

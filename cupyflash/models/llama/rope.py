@@ -98,7 +98,7 @@ class Rope(NamedTuple):
         if self.kind == "default":
             return plain
         wavelengths = 2 * math.pi / plain.astype("float64")
-        # The share of the frequency that stays: 1 of short wavelengths, 0 of long ones.
+        # The share of the plain frequency is 1 for short wavelengths, and 0 for long ones.
         share = (self.original / wavelengths - self.low) / (self.high - self.low)
         share = share.clip(0, 1)
         return (plain * (share + (1 - share) / self.factor)).astype("float32")

@@ -48,7 +48,7 @@ class Backend(Protocol):
         """The main kernel by the tiles that it may have, the built-in one first; {} of one only."""
 
     def backward_candidates(self, kind: Kind) -> dict[Tile, KernelConfig]:
-        """The same of the backward."""
+        """The main kernel of the backward, as `forward_candidates` gives that of the forward."""
 
     def kernels(self, kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
         """Every kernel that a pass of such problems can launch, for warm-up."""

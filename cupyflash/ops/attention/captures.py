@@ -28,7 +28,7 @@ def _format(text: Any) -> str:
 
 
 def byte_strides(capture: Any, view: View | None) -> tuple[int, ...]:
-    """Those of an array; a number has none."""
+    """The strides of an array in bytes; () for a number."""
     if view is None or capture.dtype in NUMBERS:
         return ()
     return tuple(step * item_size(capture.dtype) for step in view.strides)

@@ -121,7 +121,7 @@ def _check_heads(
 
 
 def _check_grid(function: str, tensors: Mapping[str, View], sizes: Mapping[str, int]) -> None:
-    """What the numbers of a kernel, and a grid, can count."""
+    """Raise ValueError for sizes that the integers of a kernel or a grid cannot count."""
     seqlen_q, seqlen_k = sizes["seqlen_q"], sizes["seqlen_k"]
     if max(seqlen_q, seqlen_k) >= MAX_SEQLEN:
         fact = f"sequences must be shorter than {MAX_SEQLEN}"

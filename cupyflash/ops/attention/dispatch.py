@@ -190,7 +190,10 @@ def _backward_plan(
 
 
 def _without_numbers(arrays: tuple) -> tuple[tuple, dict[int, Any]]:
-    """The arrays with None in the place of numbers and found tiles, and these by their places."""
+    """The arrays with None where there are numbers or found tiles, and a dictionary of the latter.
+
+    Its keys are their places.
+    """
     numbers = {place: x for place, x in enumerate(arrays) if isinstance(x, int | float | Carried)}
     return tuple(None if place in numbers else x for place, x in enumerate(arrays)), numbers
 

@@ -17,11 +17,11 @@ from .problem import Problem
 # More tiles than these for each multiprocessor are many.
 MANY = 4
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # blocks that may share the keys of a tile
-# The time of 128 keys by the rows of a tile, relative to 128 rows: one warpgroup alone computes no
-# products while it computes its softmax.
+# The time of 128 keys by the rows of a tile, relative to 128 rows. 64 rows take more than half of
+# it, because one warpgroup alone computes no products while it computes its softmax.
 STEP = {64: 0.7, 128: 1.0, 192: 1.3}
-# That of storing the parts of an output and of the kernel that combines them: once, and for so many
-# rows of all parts.
+# Storing the parts of an output and combining them takes MERGE such units of time, and one more for
+# every ROWS_OF_A_UNIT rows of all parts.
 MERGE, ROWS_OF_A_UNIT = 3.0, 8192
 
 

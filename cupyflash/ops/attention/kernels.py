@@ -12,8 +12,8 @@ from .captures import size_of
 from .kind import KEY_MASKS
 
 structs = header("attention/params.cuh")
-# The fields of a configuration that the problem leaves open, in their order: rows of queries and of
-# keys, and what else the kernel has of stages, warps and warpgroups.
+# A tile holds the fields of a configuration that the problem leaves open, in their order: the rows
+# of queries and of keys, and then the stages, warps and warpgroups that the kernel has.
 Tile = tuple[int, ...]
 
 TILES_BYTES = ctypes.sizeof(header("attention/text/tile_bits.cuh").MaskTileBits)

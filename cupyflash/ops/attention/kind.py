@@ -85,7 +85,7 @@ class Features(NamedTuple):
 
     @property
     def with_bool_mask(self) -> "Features":
-        """The same, with a key mask alone as the bool bias that it is."""
+        """These features, in which a key mask without a bias counts as a bool bias."""
         return self._replace(bias=BOOL) if self.bias == KEY_MASK else self
 
     @property

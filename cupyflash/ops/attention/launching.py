@@ -25,7 +25,7 @@ class AttentionLaunch(Launch):
     def on_grid(
         cls, config: AttentionKernel, device: int, grid: int, params: ctypes.Structure
     ) -> "AttentionLaunch":
-        """The launch of so many blocks."""
+        """A launch of ``grid`` blocks, whatever the configuration says."""
         launch = cls.__new__(cls)
         Launch.__init__(launch, config, device, grid, params)
         launch.find_captures(config)
@@ -45,5 +45,5 @@ class AttentionLaunch(Launch):
         return argument[: self.captures_at] + captures + argument[self.captures_at :]
 
     def without_captures(self, argument: bytes) -> bytes:
-        """The argument for a kernel that takes the same one without captures."""
+        """The argument without its captures, for a kernel that takes none."""
         return argument[: self.captures_at] + argument[self.captures_end :]

@@ -54,7 +54,7 @@ class Extras(NamedTuple):
     dropout_seed: Array | int | None = None
     seqused_q: Array | None = None
     seqused_k: Array | None = None
-    key_mask: Array | None = None  # kernels take it in the place of the bias: see bias.py
+    key_mask: Array | None = None  # kernels take it in the place of the bias: see key_mask.py
 
 
 NO_EXTRAS = Extras()

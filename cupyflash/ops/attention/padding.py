@@ -45,7 +45,7 @@ class Padding(NamedTuple):
         return out[..., : self.head_dim_v]
 
     def narrow_gradients(self, gradients: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
-        """Views of the columns that q, k and v have; the others as they are."""
+        """Views of the columns that q, k and v have; the other gradients are unchanged."""
         dq, dk, dv, dbias, dsinks, *of_captures = gradients
         narrow = dq[..., : self.head_dim], dk[..., : self.head_dim], self.narrow(dv)
         return (*Gradients(*narrow, dbias, dsinks), *of_captures)

@@ -149,7 +149,7 @@ def _rows(
 
 
 def _of_sequence(b: int, rows: slice, cols: slice, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of sequence b from those of the batch."""
+    """The options of sequence b, which ``options`` has for the whole batch."""
     text = options.get("text")
     slopes, bias, mask = (options.get(name) for name in ("alibi_slopes", "bias", "key_mask"))
     if slopes is not None and slopes.ndim == 2:

@@ -8,8 +8,8 @@ from ...runtime.config import KernelConfig
 from ...runtime.gpu import Card
 from .problem import Problem
 
-# A launch of fewer tiles than these for each multiprocessor has few, and then a section of heads
-# should have so many.
+# A launch with at most FEW_TILES tiles for each multiprocessor has few. A section of its heads
+# should then have SECTION_TILES for each.
 FEW_TILES, SECTION_TILES = 8, 3
 # A block should have at least so many query rows. With fewer, the sums of dK and dV that it leaves
 # in float32 take longer than it saves.
@@ -17,11 +17,11 @@ MIN_SHARE_ROWS = 1024
 # Part of L2 for the keys and values of the heads that run together (tile_order.cuh); the rest
 # is left to queries and outputs.
 SECTION_L2_FRACTION = 0.6
-# No more tiles of queries, or of keys, in a section than these for each multiprocessor: enough for
-# an even end of the launch, and the fewer, the more of what they share stays in the L2 cache.
+# A section has at most so many tiles of queries, or of keys, for each multiprocessor. So many are
+# enough for the launch to end evenly; more would leave less of what they share in the L2 cache.
 MOST_SECTION_TILES = {"q": 2.7, "k": 1.6}
-# Where blocks that add in turns all begin with the last queries, at least so many heads side by
-# side: fewer, and they wait for each other.
+# Where blocks that add in turns all begin with the last queries, at least so many heads run side by
+# side, because the blocks of fewer heads would wait for each other.
 TURN_HEADS = 8
 
 

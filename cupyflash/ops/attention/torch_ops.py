@@ -50,7 +50,8 @@ def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Ten
     if not compiling():
         refuse_functionalize(function)
         call = Transformed.apply if transforms_active() else call
-    # Each item of a tuple of the module would be a guard of a compiled call.
+    # The list is made here, because each item of a tuple of the module would be a guard of a
+    # compiled call.
     return call(q, k, v, *(extras or [None] * NUM_EXTRAS), function, *encode(options))
 
 
@@ -154,7 +155,7 @@ def _gradients(*arguments: Any) -> Gradients:
 
 _no_second_derivative = no_second_derivative("attention has no second derivative")
 
-# Axes of the optional tensors that may have a batch axis, the first one then.
+# The optional tensors that may have a batch axis, which is then the first of so many axes.
 RANKS = {"alibi_slopes": 2, "bias": 4, "seqused_q": 1, "seqused_k": 1, "key_mask": 2}
 NOT_BUILT = {
     "cu_seqlens_q": "of packed sequences",

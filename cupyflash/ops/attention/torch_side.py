@@ -106,8 +106,8 @@ class Attention(torch.autograd.Function):
         return *gradients[:5], None, *gradients[5:], *[None] * rest
 
 
-# Without the Python layer of `Attention.apply`, which is for transforms of torch.func: these are
-# `Forward.traced`.
+# This skips the Python layer of `Attention.apply`, which only transforms of torch.func need; they
+# take `Forward.traced`.
 _record = super(torch.autograd.Function, Attention).apply
 
 

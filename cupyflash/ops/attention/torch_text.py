@@ -135,7 +135,7 @@ def _gradients(
 
 
 def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Of q, k, v, the plain arguments, the text, the numbers, and the captures one by one."""
+    """Save what the backward needs of q, k, v, plain arguments, text, numbers and captures."""
     *plain, text, numbers = inputs[3 : 3 + NUM_PLAIN + 2]
     ctx.captures = len(inputs) - (3 + NUM_PLAIN + 2)
     tensors = (*inputs[:3], *output, *plain[:NUM_EXTRAS], *inputs[3 + NUM_PLAIN + 2 :])
@@ -219,7 +219,7 @@ def backward_rule(call: Callable) -> Callable:
 
 
 def _mapped(call: Callable, size: int, in_dims: tuple, inputs: tuple, tensors: int) -> tuple:
-    """`mapped` of torch_ops, with a text in which the batch is that of one entry.
+    """`mapped` of torch_ops, with a text whose batch index is that within an entry of the map.
 
     Raises:
         NotImplementedError: as without a text, and captures that are mapped.

@@ -113,7 +113,7 @@ def name_of(function: str, name: str) -> str:
 
 @functools.cache
 def _specs(packed: bool, by_table: bool, by_sequences: bool) -> dict[str, Spec]:
-    """Those of `ARRAYS`."""
+    """The spec of each array of `ARRAYS`."""
     rows = ("total",) if packed else ("batch", "seqlen")
     pages = ("num_pages", "page_size")
     if not by_table:
@@ -253,8 +253,9 @@ def check_values(
 def sequences_of(
     library: Any, call: Mapping[str, Array | None], shape: CachedShape, options: CachedOptions
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Of each sequence the number of queries, the number of keys, and the first key that one of
-    them sees; that is the number of keys if there is none.
+    """The queries, the keys, and the first key that a query sees, of each sequence.
+
+    The first key is the number of keys where no query sees any.
     """
     positions = numpy.asarray(library.to_list(call["positions"]), "int64")
     new = numpy.full(shape.batch, shape.seqlen_q)

@@ -23,8 +23,11 @@ def plain(
     counted: bool = True,
     **options: Any,
 ) -> tuple[CachedOptions, int | None, bool]:
-    """The options of a call as Python numbers: those of the caller, the longest sequence, and
-    whether the keys of new tokens that are in the cache already are counted.
+    """The options of a call as Python numbers.
+
+    Returns:
+        The options of the caller, the longest sequence, and whether keys of new tokens that are in
+        the cache already are counted.
     """
     causal, scale, window, softcap, *_ = plain_options(function, **options)
     if isinstance(causal, str) and causal != "bottom-right":

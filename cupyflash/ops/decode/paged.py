@@ -20,7 +20,7 @@ BOX_ROWS = 8  # so many rows at least must a box of the copy engine have: those 
 
 
 def table_of(given: Mapping[str, Any]) -> Any:
-    """The table: that of the call, or the pages of sequences that have one each; None: neither."""
+    """The page table of a call, or ``sequences`` where each has one page; None without both."""
     table = given.get("page_table")
     return given.get("sequences") if table is None else table
 

@@ -167,7 +167,7 @@ def _forward_detour(library: Any, views: Mapping[str, View], forward: Callable) 
 
 
 def _backward_detour(library: Any, views: Mapping[str, View], backward: Callable) -> Detour | None:
-    """The same with (dout, x, weight, bias, stats).
+    """As `_forward_detour` does, for calls with (dout, x, weight, bias, stats).
 
     A gradient in another memory format than x is copied into that of x.
     """

@@ -23,8 +23,8 @@ BACKWARD_TILES = (
     *((128, 4, 128, 4), (256, 4, 256, 2), (256, 5, 256, 2), (256, 10, 256, 2)),
 )
 LARGEST_BACKWARD = (512, 10, 512, 1)  # where a GPU has no clusters
-# For channels of 8 bytes, two of which are a pack: the first tiles. 4096x1024x4 takes 20 us so, 60
-# where threads read element by element (H200).
+# The first tiles also serve channels of 8 bytes, two of which make a pack. 4096x1024x4 takes 20 us
+# with them, and 60 where threads read element by element (H200).
 HALVES_TILES = 7
 # These serve threads that read element by element.
 ELEMENT_TILES = ((32, 8, 128, 6), (128, 8, 128, 4), (512, 8, 512, 1))

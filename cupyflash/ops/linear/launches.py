@@ -206,7 +206,7 @@ class LinearLaunch(Launch):
 
 
 class LinearSmallMLaunch(LinearLaunch):
-    """The same for small M, with as many stages as there is room for, and threads as needed."""
+    """The launch for small M, with as many stages as there is room for, and threads as needed."""
 
     def __init__(
         self, config: LinearSmallMSm90, device: int, params: structs.LinearParams, norm: bool

@@ -128,7 +128,7 @@ class LinearPlan(Plan):
         ]
 
     def _places(self, names: tuple[str, ...]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """Picks the pointers of these names from those that `run` has."""
+        """A function that picks the pointers of these names out of all that `run` has."""
         order = (*Arrays._fields, "out", "", *self.between)
         return operator.itemgetter(*map(order.index, names))
 
@@ -155,7 +155,7 @@ class LinearPlan(Plan):
 
 
 def as_rows(x: View) -> tuple[View, bool]:
-    """As (rows, columns), and whether it must be copied for that."""
+    """An array seen as (rows, columns), and whether it must be copied for that."""
     columns = x.shape[-1]
     sizes, (steps,) = collapse(x.shape[:-1], [x.strides[:-1]])
     if len(sizes) > 1:

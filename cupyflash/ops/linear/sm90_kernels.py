@@ -196,7 +196,7 @@ def supports(
 
 
 def turns(rotary: Rotary) -> bool:
-    """Whether the kernel has both numbers of each pair in the same thread.
+    """Whether each thread of the kernel has both numbers of a pair, so that it can turn them.
 
     It walks over blocks of eight columns, of which a head must have a whole number.
     """

@@ -17,14 +17,14 @@ CLUSTERS = (1, 2, 4, 8)
 FEATURES = 64  # rows of weights of a block
 WANTED_STAGES = 4  # fewer do not keep the copy engine busy
 IN_FLIGHT = 96 * 1024  # bytes on their way to a multiprocessor; with more they come later
-# Shared memory in bytes: of a multiprocessor, what the system takes of a block's, and what the
-# barriers take, with which the tiles begin at a multiple of 1024.
+# A multiprocessor has SHARED_MEMORY bytes. Of each block the system takes RESERVED and the barriers
+# take BARRIERS, which lets the tiles begin at a multiple of 1024.
 SHARED_MEMORY, RESERVED, BARRIERS = 233472, 1024, 1024
 
 BUSY = 0.8  # so large a part of the multiprocessors is as good as all of them
-# linear_small_m is faster for weights of so many bytes for each row of x, in rows from this depth
-# on, up to so many rows of x: it deals the weights out evenly, not in tiles, and beside their
-# reading its latencies do not count.
+# linear_small_m is faster for up to LONG_ROWS rows of x if the weights have LONG_BYTES bytes for
+# each of them, in rows of at least LONG_DEPTH columns. It deals the weights out evenly, not in
+# tiles, and its latencies do not count beside the time to read so many.
 LONG_BYTES, LONG_DEPTH, LONG_ROWS = 2**24, 2048, 4
 FUSED_ROWS = 8  # for more of such a depth what `is_apart` names is a kernel of its own
 
@@ -52,7 +52,7 @@ class LinearSmallMSm90(KernelConfig):
 
     @property
     def norm_threads(self) -> int:
-        """The same if there is a norm, with which another warpgroup helps."""
+        """The threads of a block if there is a norm, which another warpgroup helps to compute."""
         return self.threads + WARPGROUP
 
     @property

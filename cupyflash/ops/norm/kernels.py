@@ -33,14 +33,15 @@ BACKWARD_TILES = (
 CLUSTERS = 2, 4, 8  # blocks that share a longer row, each with the last of these tiles
 # Forward, in clusters of 4 and 8: (threads, loads, blocks of a multiprocessor).
 FORWARD_CLUSTER_TILES = (256, 3, 5), (256, 4, 4)
-# Threads of a multiprocessor at most where weights wider than x take registers for four loads.
+# A multiprocessor has at most WIDE_THREADS threads where weights wider than x take the registers of
+# WIDE_LOADS loads.
 WIDE_LOADS, WIDE_THREADS = 4, 768
-# Threads of a multiprocessor that __launch_bounds__ leaves registers for, 1024 on other GPUs: sm_75
-# has no more threads, sm_86 and sm_89 have 1536, and sm_100 and sm_120 would spill.
+# __launch_bounds__ leaves registers for so many threads of a multiprocessor, and for 1024 on other
+# GPUs: sm_75 has no more threads, sm_86 and sm_89 have 1536, and sm_100 and sm_120 would spill.
 RESIDENT_THREADS = {(8, 0): 2048, (9, 0): 2048}
 MAX_STAGES = 3  # rows of a thread on their way
 STATIC_MEMORY = 3 << 10  # __shared__ variables of a block, at most
-# Longer rows pass through in pieces: (threads, loads).
+# Longer rows pass through these tiles in pieces: (threads, loads).
 LONG_FORWARD_TILE = (512, 4)
 LONG_BACKWARD_TILE = (1024, 1)
 ELEMENT_LOADS = 8  # where a thread reads element by element

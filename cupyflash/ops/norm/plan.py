@@ -183,7 +183,11 @@ def _backward_config(
 
 
 def sum_launch(weight: View, device: int, shape: tuple[int, int, int]) -> Launch:
-    """The kernel that adds up partial sums (gradients, rows, columns) of those of the weight."""
+    """The launch that adds up the partial sums of the gradients of weight and bias.
+
+    Args:
+        shape: (gradients, rows, columns) of the partial sums.
+    """
     gradients, rows, columns = shape
     params = structs.SumPartialsParams(rows=rows, columns=columns)
     blocks = gradients * -(-columns // 32)

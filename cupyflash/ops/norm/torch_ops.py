@@ -84,7 +84,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout, dh, _):  # noqa: ANN001, ANN205
         refuse_batched(dout, dh)
-        # With create_graph=True the operators, so that gradients are not taken for constants.
+        # With create_graph=True the operators compute them, or gradients would count as constants.
         call = NormBackward.traced if torch.is_grad_enabled() else _plain_backward
         return *_gradients(ctx, dout, dh, call), *[None] * 5
 

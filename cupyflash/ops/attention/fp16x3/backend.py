@@ -72,7 +72,7 @@ def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
 
 
 def _own_kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
-    """The same without those of ``simt``."""
+    """The kernels of this folder that a pass of such problems can launch."""
     for config in backward_kernels(kind) if backward else (forward_kernel(kind),):
         yield config
         if isinstance(config, SplitKernel):

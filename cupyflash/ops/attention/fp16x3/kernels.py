@@ -16,8 +16,8 @@ rows = header("attention/fp16x3/rows.cuh")
 MAX_TF32_HEAD_DIM = 128
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # head dims of the tiles; others are rounded up
 
-# The largest that compile without spills, by shared memory. Head dims that are missing are left to
-# the kernels for CUDA cores.
+# These tiles are the largest that compile without spills, by shared memory. Head dims without a
+# tile are left to the kernels for CUDA cores.
 # head dim: block_m, block_n, num_warps
 FORWARD_TILES = {
     "large": {
@@ -43,8 +43,8 @@ FORWARD_TILES = {
         128: (64, 16, 4),
     },
 }
-# Faster, but with options it spills.
-FORWARD_TILE_PLAIN = (128, 32, 4)  # for head dim 64 and "large"
+# This tile is faster for head dim 64 and "large", but spills with options.
+FORWARD_TILE_PLAIN = (128, 32, 4)
 # head dim: block_m, block_n, num_warps, num_stages; head dims of simt
 BACKWARD_TILES = {
     "large": {
@@ -63,9 +63,9 @@ BACKWARD_TILES = {
 }
 for table in (FORWARD_TILES, BACKWARD_TILES):
     table["sm100"], table["sm120"] = dict(table["large"]), dict(table["small"])
-# The tiles of head dim 128, where the large one spills: on sm_90a the second, elsewhere the first.
+# These serve head dim 128 where the large tile spills: the second on sm_90a, the first elsewhere.
 NARROW_TILE, NARROW_TILE_SM90 = (32, 64, 8, 1), (64, 32, 8, 1)
-# For head dim 256 only sm_90a has the shared memory and the registers.
+# Only sm_90a has the shared memory and the registers for head dim 256.
 WIDE_HEAD_DIM, WIDE_TILE_SM90 = 256, (64, 32, 8, 1)
 del FORWARD_TILES["sm100"][256], FORWARD_TILES["sm120"][256]
 # The others that `python -m cupyflash tune` tries, whatever the head dim.
@@ -230,7 +230,7 @@ def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 
 
 def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
-    """The main kernel by tile in the same way."""
+    """The main kernel of the backward by tile, the built-in one first."""
     tiles = (_backward_tile(kind), *BACKWARD_CANDIDATES)
     return {tile: backward_kernels(kind, tile)[1] for tile in tiles}
 

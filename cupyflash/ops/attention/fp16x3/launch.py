@@ -81,7 +81,7 @@ class SplitInputsLaunch(AttentionLaunch):
         return self.pack(*pointers) + self.tail + split
 
     def start(self, stream: Any, params: bytes) -> None:
-        """Launches the kernel, those that end the pass, and those for what cannot be split."""
+        """Launches the kernel, then those that end the pass and those for what cannot be split."""
         import cupy
 
         super().start(stream, params)

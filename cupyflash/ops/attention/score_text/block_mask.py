@@ -18,7 +18,7 @@ def is_block_mask(x: Any) -> bool:
 
 
 def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Mask:
-    """The mask that says the same: full blocks are seen, the function decides in partial ones.
+    """The `Mask` of a BlockMask: full blocks are seen, and its function decides in partial ones.
 
     Args:
         name: of the argument, for errors.

@@ -26,7 +26,7 @@ class TextCall(NamedTuple):
         return [x.name for x in self.text.captures if x.learns]
 
     def with_gradients(self) -> "TextCall":
-        """The same, with zeros to which `slope` adds."""
+        """This call with zeros for the gradients of the captures, to which `slope` adds."""
         named = zip(self.text.captures, self.captures)
         zeros = {
             capture.name: array_namespace(x).zeros(x.shape, "float64")
@@ -38,7 +38,7 @@ class TextCall(NamedTuple):
     def score(
         self, scores: Array, row: int, col: int
     ) -> tuple[Array, Callable[[Array], Array] | None]:
-        """The scores by the text, and what turns their gradient into that of what they were.
+        """The scores by the text, and the function that takes their gradient back through it.
 
         Args:
             scores: (batch, heads_kv, group, m, n), ``scale * q . k`` of the queries from ``row``

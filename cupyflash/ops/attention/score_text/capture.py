@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
-    """The kind of a node; of two that meet, the greater one is that of the result."""
+    """The kind of a node. An operation on two kinds gives the greater one."""
 
     BOOL = 0
     INT = 1

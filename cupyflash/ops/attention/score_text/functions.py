@@ -17,14 +17,12 @@ class Function(NamedTuple):
         partials: of (xp, result, *arguments), the derivative by each argument.
         arity: the number of arguments.
         keeps_integers: the result for integers is an integer; else integers become floats.
-        only_integers: floats are no arguments.
     """
 
     value: Callable[..., Any]
     partials: tuple[Callable[..., Any], ...] = ()
     arity: int = 1
     keeps_integers: bool = False
-    only_integers: bool = False
 
 
 def _erf(xp: Any, x: Any) -> Any:

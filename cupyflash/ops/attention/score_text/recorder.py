@@ -51,7 +51,7 @@ class Recorder:
         self.by_id: dict[int, Capture] = {}
 
     def capture(self, x: Any) -> Capture:
-        """That of an array, which is the same for the same array."""
+        """The capture of an array, which has one however often it is read."""
         if id(x) not in self.by_id:
             dtype = str(x.dtype).removeprefix("torch.")
             self.by_id[id(x)] = self.add(self.names.get(id(x), ""), dtype, x.ndim, x)
@@ -235,7 +235,7 @@ class Recorder:
         return tree.apply("/", [tree.literal(1.0), self.node(x)])
 
     def call_to(self, x: Any, dtype: Any = None, **_: Any) -> Node:
-        """Also ``astype``; what is no dtype, as a device, changes nothing."""
+        """The value as another dtype; an argument that is no dtype, a device say, is ignored."""
         name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.").rstrip("0123456789")
         name = {"bfloat": "float", "uint": "int"}.get(
             name.removesuffix("_"), name.removesuffix("_")

@@ -1,9 +1,9 @@
-"""What a function said when it was traced, for calls with a function that must say the same.
+"""Texts of functions that were traced, for calls with another function that has the same text.
 
 A model hands over its function at every call, often one that it has just made. Its text follows
 from its code, the dtypes and ranks of the arrays that it names, and the numbers that it names, if
-the code has no branch, and calls nothing but the operations of a score: then it cannot depend on
-what the arrays hold. Another function is traced at each call.
+the code has no branch, and calls nothing but the operations of a score: then the text cannot depend
+on what the arrays hold. Any other function is traced at each call.
 """
 
 import dis
@@ -22,9 +22,9 @@ BUILTINS = {"abs": abs, "pow": pow}
 LIBRARIES = ("torch", "numpy", "cupy", "math", "jax")
 OPERATIONS = {*ONE, *OPERATORS, *SAME, *CASTS, "min", "max", "neg", "logical_and", "logical_or"}
 OPERATIONS |= {x.removeprefix("call_") for x in dir(Recorder) if x.startswith("call_")}
-# What else is looked up in a library: modules, numbers, dtypes.
+# A function also looks up these modules, numbers and dtypes in a library.
 CONSTANTS = ("nn", "functional", "special", "pi", "inf", "float32", "int32", "int64")
-# Instructions that are no part of a plain expression, by what their names hold.
+# An instruction whose name contains one of these is no part of a plain expression.
 OTHERS = ("JUMP", "ITER", "IMPORT", "STORE_", "DELETE_", "RAISE", "YIELD", "MAKE_", "LOAD_NAME")
 PLAIN = "STORE_FAST"
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -33,7 +33,7 @@ _texts: dict[tuple, tuple[Any, tuple[int | None, ...]]] = {}
 
 
 def remembered(kind: type, function: Any) -> Any:
-    """``kind(function)``, a `Score` or a `Mask`, traced only if nothing like it has been before.
+    """``kind(function)``, a `Score` or a `Mask`; the function is not traced if its text is known.
 
     Raises:
         As the class.

@@ -230,7 +230,7 @@ def _value(x: Any) -> Any:
 
 
 def _capture(function: str, name: str, x: Any) -> Capture:
-    """That of a keyword."""
+    """The capture of this name; ValueError or TypeError for one that a text cannot read."""
     if name in tree.RESERVED or not name.isascii() or "__" in name or name.startswith("_"):
         raise ValueError(f"{function}: a capture cannot have this name, got {name!r}")
     if isinstance(x, int | float):

@@ -66,7 +66,7 @@ def trace(function: Callable, mask: bool, keywords: dict[str, Any]) -> Traced:
 
 
 def _named(recorder: Recorder, name: str, x: Any) -> Any:
-    """What a keyword of the function gets."""
+    """The stand-in that a function gets for a keyword, or x itself if it needs none."""
     if isinstance(x, int | float) and not isinstance(x, bool):
         return StandIn(recorder, tree.read(recorder.add(name, type(x).__name__, 0, x), []))
     return ArrayStandIn(recorder, x) if _needs_stand_in(x) else x
@@ -80,7 +80,7 @@ def _needs_stand_in(x: Any) -> bool:
 
 
 def _copy(recorder: Recorder, x: Any, copies: dict[int, Any]) -> Any:
-    """x, with stand-ins in the place of arrays if it is one, or a function that reads some."""
+    """A stand-in for an array; a copy with stand-ins for a function that reads arrays; else x."""
     if id(x) in copies:
         return copies[id(x)]
     if isinstance(x, functools.partial):

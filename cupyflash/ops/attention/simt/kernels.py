@@ -90,8 +90,9 @@ def backward_kernels(
 
 def backward_head_dim(dtype: str, head_dim: int, features: Features) -> int:
     """The head dim of the accumulators of the backward."""
-    # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs, nor do
-    # the weights that dropout keeps, or a softcap beside the conversions of a 16-bit dtype.
+    # The kernels for 32 columns have no registers for the weights that dropout keeps, nor for a
+    # softcap beside a bias (the bias gradient needs its derivatives) or beside the conversions of a
+    # 16-bit dtype.
     crowded = features.bias or dtype != "float32"
     softcap = features.softcap or features.text is not None  # it has a derivative, too
     narrowest = 64 if softcap and crowded or features.dropout else 32

@@ -14,7 +14,7 @@ from ..kernels import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
 from ..kind import Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass
 from ..problem import Problem
-from . import dbias, short
+from . import capture_gradients, dbias, short
 from .forward import Tiles, padded_head_dim
 
 # head dim: block_m, block_n, num_warps, num_stages
@@ -37,7 +37,7 @@ BACKWARD_TILES = {
         192: (64, 32, 8, 1),
         256: (32, 32, 4, 1),
     },
-    # No entry for 256: its smallest tiles need more than Turing's 64 KB, and simt serves.
+    # 256 has no entry, because its smallest tiles need more than Turing's 64 KB; simt serves it.
     "turing": {
         32: (64, 64, 4, 1),
         64: (64, 64, 4, 1),
@@ -47,8 +47,8 @@ BACKWARD_TILES = {
         192: (32, 32, 4, 1),
     },
 }
-# For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill. The
-# smallest tiles of head dim 256 spill on sm_120 all the same, and simt serves.
+# ptxas needs a few more registers for Blackwell, so tiles that would spill there are narrower. On
+# sm_120 even the smallest tiles of head dim 256 spill, so the backend simt serves it.
 BACKWARD_TILES["sm100"] = {
     32: (64, 64, 8, 2),
     64: (64, 128, 8, 2),
@@ -61,8 +61,8 @@ BACKWARD_TILES["sm100"] = {
 BACKWARD_TILES["sm120"] = BACKWARD_TILES["small"] | {32: (128, 64, 8, 2)}
 del BACKWARD_TILES["sm120"][256]
 
-# For narrow heads without options of the score, a kernel in which each warp owns keys: block_m,
-# block_n, num_warps. Two of its blocks fit on a multiprocessor.
+# Narrow heads without options of the score have a kernel in which each warp owns keys. Its tiles
+# are (block_m, block_n, num_warps), and two of its blocks fit on a multiprocessor.
 BACKWARD_TILES_KEYS = {
     "large": {32: (128, 128, 4), 64: (64, 128, 4), 96: (64, 64, 4)},
     "small": {32: (64, 128, 4), 64: (32, 128, 4)},
@@ -194,11 +194,13 @@ def backward(
     if wanted.bias is not None and wanted.in_order:  # the one kernel of a pass adds by atomics
         kind = kind._replace(features=kind.features._replace(one_pass=False))
     configs = backward_kernels(kind, tile)
+    of_captures = capture_gradients.plan(problem, kind, wanted)
     if len(configs) == 1:
         sections = sharing.heads_per_section(
             configs[0], problem, card, tensors=2, in_turns=wanted.in_order
         )
-        return backward_pass(problem, wanted, configs, Sharing(heads_per_section=sections))
+        shared = Sharing(heads_per_section=sections)
+        return backward_pass(problem, wanted, configs, shared, capture_gradients=of_captures)
     preprocess, main, *_ = configs
     shares = sharing.group_shares(main, problem, card, divides_rows=False)
     shared = Sharing(
@@ -221,4 +223,5 @@ def backward(
         shared,
         accum_dim=preprocess.accum_dim,
         bias_gradient=dbias.plan(problem, kind, card, wanted),
+        capture_gradients=of_captures,
     )

@@ -20,8 +20,9 @@ from .forward import padded_head_dim
 
 DBIAS_TILE = (64, 64, 2, 4)  # block_m, block_n, step_m, num_warps
 FLOATING = (1, 3, KEY_MASK + 1, KEY_MASK + 2)  # the kinds of bias that have a gradient
-# Blocks that a multiprocessor runs at the same time, pairs of a sequence and a head that a block
-# should have, and rounds of blocks, as each share leaves sums in memory.
+# A multiprocessor runs BLOCKS blocks at the same time. A block should have LEAST_PAIRS pairs of a
+# sequence and a head, and there should be no more rounds of blocks than MOST_ROUNDS, because each
+# share leaves sums in memory.
 BLOCKS, LEAST_PAIRS, MOST_ROUNDS = 2, 4, 4
 
 

@@ -54,13 +54,14 @@ FORWARD_TILES_ALIBI = {64: (128, 80, 4), 128: (128, 64, 8)}
 FORWARD_TILES_SCORE_TURING = {64: (64, 48, 4)}
 # Where a multiprocessor has 227 KB, two blocks of these fit.
 FORWARD_TILES_227_KB = {192: (64, 80, 4), 256: (64, 64, 4)}
-# For Blackwell ptxas needs a few more registers: narrower tiles, where the others would spill.
+# ptxas needs a few more registers for Blackwell, so tiles that would spill there are narrower.
 FORWARD_TILES["sm100"] = FORWARD_TILES["large"] | {64: (128, 64, 4), 128: (128, 64, 8)}
 FORWARD_TILES["sm120"] = FORWARD_TILES["small"]
-# For sequences of at most 64 queries and keys (Turing has such tiles anyway).
+# These serve sequences of at most 64 queries and keys; on Turing all tiles are that small.
 FORWARD_TILES_SHORT = dict.fromkeys((32, 64, 96, 128), (64, 64, 4))
 
-# With a bias or dropout, whatever else: their addresses, values and random numbers need registers.
+# These serve a bias or dropout with any other option, because addresses, values and random numbers
+# take registers.
 FORWARD_TILES_BIAS = {
     "large": {
         32: (128, 64, 8),

@@ -12,8 +12,8 @@ structs = header("attention/params.cuh")
 
 HEAD_DIMS = (32, 64, 96, 128)  # of the tiles; others are rounded up
 MAX_HEAD_DIM_BIAS = 32  # the sum of a bias gradient takes registers
-# Sequences that a block of the backward kernel takes at most, and the blocks that there are before
-# any takes two.
+# A block of the backward kernel takes several sequences only if MANY_BLOCKS blocks are left, and at
+# most MAX_SEQUENCES.
 MAX_SEQUENCES, MANY_BLOCKS = 16, 1024
 
 

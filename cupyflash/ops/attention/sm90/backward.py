@@ -17,7 +17,7 @@ from ..kernels import FlashBwdCombine, FlashBwdPreprocess, Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
 from ..problem import Problem
-from ..sm80 import dbias
+from ..sm80 import capture_gradients, dbias
 from .kernels import (
     BIAS_BY_TMA,
     STORED_GRADIENT,
@@ -49,13 +49,13 @@ TILES_MANY = {32: (64, 128), 64: (64, 128)}
 WIDE_TILES = {192: (64, 96, 3), 256: (64, 80, 2)}
 # Three warpgroups have no registers for the derivative of the softcap, a bias or dropout.
 WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
-# (head dim, that of v and out): block_m, block_n, groups
+# (head dim, head dim of v and out): block_m, block_n, groups
 NARROW_V_TILES = {(192, 128): (64, 96, 2)}
 # The others that `python -m cupyflash tune` tries.
 CANDIDATES = {128: ((64, 64, 2),), 256: ((64, 64, 2),)}
-# Taking whole heads saves each query the time of so many keys. It costs a part of the time of all
-# keys: that in which multiprocessors wait for the last heads, and the second number, as no other
-# block reads the same q and dout at the same time. The cost should be less.
+# Taking whole heads saves each query the time of SAVED_KEYS keys. It costs the part of the launch
+# in which multiprocessors wait for the last heads, and a part LONELY of all keys, because no other
+# block reads the same q and dout at the same time. Blocks take heads if the cost is less.
 SAVED_KEYS, LONELY = 64, 0.05
 # The part of the L2 cache that q, dout and a dq in float32 of these heads may take, and the part of
 # that which they need under a causal mask, where they are read half as often.
@@ -92,7 +92,7 @@ def variants(main: MainKernel) -> tuple[MainKernel, ...]:
 
 
 def storing_dbias(main: MainKernel) -> MainKernel:
-    """The same for a gradient of the bias that is dS; itself if it can only add to it."""
+    """The kernel that stores the gradient of a bias, which is dS; ``main`` if it can only add."""
     slopes = main.softcap or main.text  # then dS is not the gradient of the bias
     if isinstance(main, FlashBwdWideSm90) or main.bias != BIAS_BY_TMA[0] or slopes:
         return main
@@ -147,6 +147,7 @@ def backward(
         launch=functools.partial(PersistentLaunch, card=card),
         bias_gradient=dbias.plan(problem, kind, card, wanted),
         stores_dbias=main.stores_dbias,
+        capture_gradients=capture_gradients.plan(problem, kind, wanted),
     )
 
 

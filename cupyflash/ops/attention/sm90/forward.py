@@ -30,8 +30,8 @@ FORWARD_TILES = {
     192: (128, 112, 1, 2),
     256: (128, 80, 1, 2),
 }
-# Smaller ones for short sequences, where a large tile wastes much on a mask's diagonal or behind
-# the last query.
+# These smaller tiles serve short sequences, where a large one wastes much on a mask's diagonal or
+# behind the last query.
 FORWARD_TILES_LOW = {
     32: (128, 128, 2, 4),
     64: (128, 128, 2, 3),
@@ -40,8 +40,8 @@ FORWARD_TILES_LOW = {
     192: (128, 96, 1, 2),
     256: (128, 64, 1, 2),
 }
-# How short sequences must be for them (`Features.short`), with a mask, and without one where tiles
-# of 128 queries have less padding.
+# Sequences are short enough for them from these values of `Features.short` on: with a mask, and
+# without one where tiles of 128 queries have less padding.
 SHORT_MASKED = {32: 1, 64: 2, 96: 1, 128: 3, 192: 2, 256: 3}
 SHORT_PLAIN = {32: 3, 64: 3, 96: 3, 128: 3, 192: 3, 256: 4}
 # Softcap, ALiBi and dropout need more registers than a third of the file, so they take the low
@@ -58,12 +58,12 @@ FORWARD_TILES_BIAS = {
 }
 # ALiBi and dropout beside a bias need even more.
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
-# But not one that TMA loads, whose tiles have a place in shared memory: the low ones serve. Pair
+# A bias that TMA loads lies in shared memory instead of registers, so the low tiles serve it. Pair
 # biases of small heads are faster on 192 queries, unless these have more padding or a mask.
 FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
 # The rows of keys of the last tile that is tried for a text, which may need many registers.
 TEXT_KEYS = 64
-# One key tile for as few keys as the tokens of a text (77).
+# One tile holds all keys where there are as few as the tokens of a text (77).
 FORWARD_TILES_FEW_KEYS = {64: (192, 80, 2, 3)}
 # The others that `python -m cupyflash tune` tries.
 FORWARD_CANDIDATES = {
@@ -82,7 +82,7 @@ FORWARD_CANDIDATES = {
 }
 
 
-# (head dim, that of v and out), as in the backward: the tile, and that of short masked sequences.
+# The tile by (head dim, head dim of v and out), and that of short masked sequences.
 FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
 
 FEW_TILES_ROWS = (128, 64)  # queries of the tiles that serve where there are few of them

@@ -22,8 +22,7 @@ BIAS_BY_TMA = (
 )
 # The kind of a bias by TMA whose gradient the backward stores.
 STORED_GRADIENT = BIAS_KINDS.index("STORED_GRADIENT")
-# Blocks that can share a tile, of which the kernel that combines has a lane each.
-# (head dim, that of v and out) of the kernels that take v as narrow as it is.
+# The (head dim, head dim of v and out) of kernels that take v without padding.
 NARROW_V = ((192, 128),)
 
 
@@ -80,7 +79,7 @@ class FlashFwdSm90(PagedKernel):
 
     @property
     def bias_box_rows(self) -> int:
-        """Rows of a box of the map of the bias: those of a warpgroup."""
+        """Rows of a box of the map of the bias: the 64 of a warpgroup."""
         return 64 if self.bias in BIAS_BY_TMA else 0
 
 
@@ -161,7 +160,7 @@ class FlashBwdSm90(MainKernel):
 
 @dataclasses.dataclass(frozen=True)
 class FlashBwdWideSm90(MainKernel):
-    """The same for wide heads: ``groups`` warpgroups share the columns of dK and dV.
+    """Backward for wide heads: ``groups`` warpgroups share the columns of dK and dV.
 
     Attributes:
         head_dim_v: of v, dout and dv: ``head_dim``, or one of `NARROW_V`.

@@ -70,7 +70,7 @@ class PersistentLaunch(AttentionLaunch):
         self.bias_maps = None
         if config.bias_box_rows:
             self.bias_maps = TensorMaps([bias_map(problem, config.bias_box_rows)], problem.device)
-        # Null where every block has one tile, as those that share its keys do.
+        # The counter is null where every block has one tile, as blocks that share its keys do.
         self.counters = tile_counters(problem.device) if tiles > blocks else _no_counter
         self.end = _after_counter(config.params, num_splits=1)
         self.sequences = None
@@ -170,7 +170,7 @@ def box_of_pages(block_n: int, rows: Any) -> int:
 
 
 def _behind_v(problem: Problem, row_step: int, box_rows: int) -> bytes:
-    """What follows the two pointers of `PagesOfKeys`."""
+    """The bytes of `PagesOfKeys` behind its two pointers."""
     found = pages.PagesOfKeys(
         rows=problem.pages, v_row_bytes=row_step * ITEM_SIZE[problem.dtype], box_rows=box_rows
     )
@@ -204,12 +204,12 @@ def tensor_map(
 ) -> TensorMapSpec:
     """The map of a tensor of a problem whose access allows it; packed, a batch of one."""
     batch, rows, heads = sizes = problem.sizes(name)
-    # The stride of an axis with one index does not matter, nor any of a tensor without elements
-    # (`Problem.access` does not look at them), but they must be valid: that of a row.
+    # `Problem.access` does not look at the stride of an axis with one index, nor at those of a
+    # tensor without elements. The driver wants them valid all the same, as that of a row is.
     head_dim = problem.head_dims[name not in ("q", "k")]
     steps = (n if size > 1 and rows else head_dim for size, n in zip(sizes, strides))
     batch_step, row_step, head_step = (step * ITEM_SIZE[problem.dtype] for step in steps)
-    # No dimension may be empty; of an empty tensor nothing is loaded.
+    # The driver refuses an empty dimension; the kernels load nothing of an empty tensor.
     dims = (head_dim, max(1, rows), heads, batch)
     return TensorMapSpec(problem.dtype, dims, (row_step, head_step, batch_step), box_rows, columns)
 
