@@ -11,21 +11,22 @@ the token into the cache and run SDPA on it, or with --attend-only just that; cu
 one launch, with a cache of 8 bits in two. FlashAttention-3 (the module `flash_attn_interface`) only
 attends. Several tokens, pages and sequences of two lengths are for it and cupyflash alone, and 8
 bits for cupyflash. With --bars the shapes are those of `bars.py`, which then compares their times
-with bounds; cells begin within --seconds, and the results file has those that were measured. Bytes
-are those of the keys and values, each read once, and of their scales. Clock and rounds are those of
-bench attention. Results are compared with float64 first, those of the first and the last sequence,
-and of three tokens; an implementation that is wrong is reported and left out. The exit status is 1
-if cupyflash was wrong.
+with bounds. After --seconds no cell begins any more, and one that takes too long is broken off; the
+results file has those before. Bytes are those of the keys and values, each read once, and of their
+scales. Clock and rounds are those of bench attention. Results are compared with float64 first,
+those of the first and the last sequence, and of three tokens; an implementation that is wrong is
+reported and left out. The exit status is 1 if cupyflash was wrong.
 """
 
 import dataclasses
+import functools
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.decode import bars
 from bench.lib import data, harness
+from bench.lib.deadline import Deadline
 from bench.lib.providers import PROVIDERS
 from bench.lib.report import Row
 
@@ -250,12 +251,6 @@ def checked_call(problem: DecodeProblem, impl: str) -> Callable[[], Any]:
     return call
 
 
-def in_time(cells: Iterable[Any], seconds: float) -> Iterator[Any]:
-    """The cells that begin within so many seconds."""
-    begin = time.monotonic()
-    return itertools.takewhile(lambda _: time.monotonic() - begin < seconds, cells)
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("decode", __doc__, impls=IMPLS, dtypes=True)
     parser.add_argument("--model", nargs="+", choices=(*HEADS, *ON_DEMAND), default=[*HEADS])
@@ -268,17 +263,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cache", choices=tuple(NARROW), default="", help="of 8 bits")
     parser.add_argument("--splits", type=int, default=0, help="num_splits of cupyflash")
     parser.add_argument("--bars", action="store_true", help="the shapes of bars.py instead")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no cell begins")
+    help_text = "after these nothing goes on"
+    parser.add_argument("--seconds", type=float, default=float("inf"), help=help_text)
     options = parser.parse_args(arguments)
+    deadline = Deadline(options.seconds)
     run = harness.Run("decode", PROTOCOL, arguments, options)
     each = (options.dtype, options.model, options.batch, options.length, options.tokens)
     rest = (options.longest, options.attend_only, options.cache, options.splits)
     problems = [DecodeProblem(*sizes, *rest) for sizes in itertools.product(*each, options.page)]
     if options.bars:
         problems = bars.problems(DecodeProblem)
-    for problem in in_time(run.each(problems), options.seconds):
-        alone = [x for x in ("cupyflash", "flash-attn-3") if x in options.impls]
-        run.compare_bytes(problem, options.impls if problem.is_plain else alone, checked_call)
+    alone = [x for x in ("cupyflash", "flash-attn-3") if x in options.impls]
+    for problem in run.each(problems):
+        impls = options.impls if problem.is_plain else alone
+        compare = functools.partial(run.compare_bytes, problem, impls, checked_call)
+        run.within(deadline, str(problem), compare)
     tables = [harness.table_of_bytes(run)]
     if options.bars:
         tables.append(bars.table(run.rows, run.fields["copy_gbps"]))

@@ -8,7 +8,7 @@ are taken out.
 import contextlib
 import ctypes
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,11 +19,19 @@ from cupyflash.runtime.gpu import Card
 HOPPER = Card((9, 0), 132, 50 << 20)
 
 
+def nothing(config: Any, device: int) -> Callable[..., None]:
+    """Stands for `jit.load`, and for a kernel that does nothing."""
+    return lambda *arguments: None
+
+
 @contextlib.contextmanager
-def hopper(card: Card = HOPPER) -> Iterator[None]:
+def hopper(card: Card = HOPPER, load: Callable[[Any, int], Any] = nothing) -> Iterator[None]:
     """Calls with torch's CPU tensors make their plans for this GPU and launch nothing.
 
     In a process that does nothing else: the package remembers what it was told of the GPU.
+
+    Args:
+        load: stands for `jit.load`: the function that takes the launches of a kernel.
     """
     import cupy
     import torch
@@ -36,7 +44,7 @@ def hopper(card: Card = HOPPER) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         change(data, "DEVICE", "cpu")
-        change(jit, "load", lambda config, device: lambda *arguments: None)
+        change(jit, "load", load)
         change(torch.Tensor, "is_cuda", property(lambda self: self.device.type == "cpu"))
         change(library, "view", lambda self, x: view(self, x)._replace(device=0))
         change(library, "device", lambda self, x: 0)

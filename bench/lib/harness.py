@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.lib import data, report
+from bench.lib.deadline import Deadline
 from bench.lib.report import (
     Row,
     command_line,
@@ -182,6 +183,14 @@ class Run:
             yield cell
             if self.rows:
                 self.write()
+
+    def within(self, deadline: Deadline, where: str, step: Callable[[], None]) -> None:
+        """Do a step, unless the time is over; one that takes too long is broken off."""
+        try:
+            with deadline.enforced():
+                step()
+        except TimeoutError as error:
+            self.notes.left_out("everything", error, where)
 
     def write(self) -> Any:
         """The path of the results file with all rows so far.

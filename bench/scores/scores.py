@@ -22,12 +22,12 @@ Results are compared first with float64, which is the function itself run by tor
 """
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from bench.lib import data, harness
+from bench.lib.deadline import Deadline
 from bench.lib.report import Row
 from bench.scores import times
 from bench.scores.calls import Prepared
@@ -39,6 +39,8 @@ from cupyflash import jit
 OF_CASES = ("scores", "masks", "gradient", "dense", "d64")
 GROUPS = (*OF_CASES, "tiles", "host", "first")
 ARCH = "sm_90a"
+
+Step = tuple[str, Callable[[], None]]  # where it is, for the notes, and what it does
 
 
 def measure(run: harness.Run, case: Case, direction: str, impls: Sequence[str]) -> None:
@@ -66,16 +68,18 @@ def _prepared(case: Case) -> Prepared:
     return Prepared(case)
 
 
-def steps(groups: Sequence[str], impls: Sequence[str]) -> Iterator[Callable[[harness.Run], None]]:
+def steps(run: harness.Run, groups: Sequence[str], impls: Sequence[str]) -> Iterator[Step]:
     """What a run does, one after the other."""
     for group in groups:
         for case in cases():
             for direction in case.passes if case.group == group else ():
-                yield functools.partial(measure, case=case, direction=direction, impls=impls)
+                step = functools.partial(measure, run, case, direction, impls)
+                yield f"{direction} {case.name} D={case.head_dim}", step
         if group == "tiles":
-            yield from (functools.partial(times.tiles, tokens=x) for x in times.TILES)
+            for tokens in times.TILES:
+                yield f"tiles of {tokens} tokens", functools.partial(times.tiles, run, tokens)
         elif group not in OF_CASES:
-            yield {"host": times.host, "first": times.first}[group]
+            yield group, functools.partial({"host": times.host, "first": times.first}[group], run)
 
 
 def compile_kernels(groups: Sequence[str], jobs: int | None) -> int:
@@ -121,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = harness.parser("scores", __doc__, repeats=15, impls=IMPLS)
     add = parser.add_argument
     add("--only", nargs="+", choices=GROUPS, metavar="GROUP", default=GROUPS)
-    add("--seconds", type=float, default=540.0, help="after which nothing new begins")
+    add("--seconds", type=float, default=540.0, help="after these nothing goes on")
     add("--compile", action="store_true", help="only compile, which needs no GPU")
     add("--jobs", type=int, help="processes that compile; default one a core")
     options = parser.parse_args(arguments)
@@ -129,15 +133,9 @@ def main(arguments: Sequence[str]) -> int:
         return compile_kernels(options.only, options.jobs)
     from bench.lib.timing import PROTOCOL
 
-    begin = time.monotonic()
+    deadline = Deadline(options.seconds)
     run = harness.Run("scores", PROTOCOL, arguments, options)
-    left = []
-    for step in run.each(steps(options.only, options.impls)):
-        if time.monotonic() - begin > options.seconds:
-            left.append(step)
-        else:
-            step(run)
-    if left:
-        run.notes.say(f"{len(left)} measurements left out: {options.seconds:g} s are over")
+    for where, step in run.each(steps(run, options.only, options.impls)):
+        run.within(deadline, where, step)
     run.draw(draw)
     return run.finish(scores_table(run.rows), times_table(run.rows))

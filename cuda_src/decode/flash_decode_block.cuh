@@ -6,7 +6,8 @@
 #include "flash_decode_rows.cuh"
 #include "flash_decode_softmax.cuh"
 
-// What a cache of 8 bits adds: the units of the queries (to_range_f16()).
+// With a cache of 8 bits, to_range_f16() scales each query into the range of float16; units[row] is
+// the power of two that undoes it in the scores.
 template <int KIND, int ROWS>
 struct QueryUnits {
   float units[ROWS];

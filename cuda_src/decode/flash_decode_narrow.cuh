@@ -18,7 +18,8 @@ __device__ __forceinline__ int exponent_of(float x) {
   return max(int(__float_as_uint(x) >> 23 & 0xff), LEAST_EXPONENT);
 }
 
-// What brings numbers up to this exponent below 2^15, and what undoes it.
+// Numbers of at most this exponent are below 2^15 after they have been multiplied by to_range().
+// from_range() is its inverse.
 __device__ __forceinline__ float to_range(int exponent) {
   return __uint_as_float((2 * 127 + 14 - exponent) << 23);
 }

@@ -3,7 +3,9 @@
 #pragma once
 #include "flash_decode_merge.cuh"
 
-constexpr int SEGMENTS = 4;  // the first, the one before, the present one, and the next
+// A block keeps its first segment, number 0, to the end, because finish_units() needs it. Later
+// segments use the numbers 1, 2 and 3 in turn: the one before, the present one and the next one.
+constexpr int SEGMENTS = 4;
 
 __device__ __forceinline__ int number_after(int number) { return number % (SEGMENTS - 1) + 1; }
 

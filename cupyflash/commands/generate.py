@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.engine import Engine
+from ..models.engine.request import gathered
 from ..models.gpt2 import Gpt2, Sampling, load_tokenizer
 from ..models.gpt2.decoder import DECODES
 from ..models.gpt2.layers import MODES
@@ -160,15 +161,16 @@ def _show_batch(tokenizer: Any, texts: list[str], clock: Clock) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    results: list[list[int]] = [[] for _ in texts]
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("texts", total=len(texts))
-        for tokens in clock:
-            for result, token in zip(results, tokens):
-                if token is not None:
-                    result.append(token)
-            bar.update(task, completed=tokens.count(None))
+
+        def steps() -> Iterator[list[int | None]]:
+            for tokens in clock:
+                yield tokens
+                bar.update(task, completed=tokens.count(None))
+
+        results = gathered(steps(), len(texts))
     for number, (text, result) in enumerate(zip(texts, results)):
         print(f"[{number}] {text}{tokenizer.decode(result)}")
 

@@ -14,8 +14,9 @@ CuPy is imported when NVRTC or a device is first needed, not before.
 """
 
 from .builder import build, load
-from .cache import Built, UnsafeCacheError, cache_dir, clear, entries
+from .cache import Built, cache_dir, clear, entries
 from .compiler import CompileError, arch_of
+from .ownership import UnsafeCacheError
 from .pool import build_all
 
 __all__ = [

@@ -9,6 +9,7 @@ one rename, so nobody sees half of one; a checksum in meta.json finds what was d
 import atexit
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -21,10 +22,12 @@ from pathlib import Path
 
 from .. import environment
 from . import ownership
+from .ownership import UnsafeCacheError
 
 UNFINISHED = ".building-"
 _NAME = re.compile(r"\w+\.sm_\d+[af]?\.[0-9a-f]{16}")
 
+_IN_USE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)  # something had the name just now
 _MEMORY = "/dev/shm"  # Linux has a file system in memory there
 # Four registers stored and loaded outside of a loop cost nothing that can be measured.
 _FEW_SPILLS = 32
@@ -71,10 +74,6 @@ class Built:
         return ""
 
 
-class UnsafeCacheError(RuntimeError):
-    """The cache folder can be written by others, and a cubin is code; nothing is loaded from it."""
-
-
 def cache_dir() -> Path | None:
     """The cache folder, which need not exist yet; None where the user has no home folder.
 
@@ -83,7 +82,7 @@ def cache_dir() -> Path | None:
     """
     folder = environment.current().cache_dir
     if folder is not None:
-        _refuse_shared(folder)
+        ownership.refuse_shared(folder)
     return folder
 
 
@@ -156,34 +155,43 @@ def _write(folder: Path, built: Built, cubin: bytes, stub: str) -> Built:
         "stub.cu": stub.encode(),
         "meta.json": json.dumps(meta, indent=2).encode(),
     }
+    while not _published(folder, files):
+        pass  # another process or thread has moved or deleted it meanwhile
+    return built
+
+
+def _published(folder: Path, files: dict[str, bytes]) -> bool:
     temporary = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=folder.parent))
     try:
         for name, data in files.items():
             (temporary / name).write_bytes(data)
             (temporary / name).chmod(0o644)  # whatever the umask: a cubin is code
         temporary.chmod(0o755)  # a container image is filled by root and read by others
-        _rename(temporary, folder, tuple(files))
+        return _renamed(temporary, folder, tuple(files))
+    except FileNotFoundError:
+        return False
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return built
 
 
-def _rename(temporary: Path, folder: Path, names: tuple[str, ...]) -> None:
+def _renamed(temporary: Path, folder: Path, names: tuple[str, ...]) -> bool:
     try:
         temporary.rename(folder)
-    except OSError:
+        return True
+    except OSError as error:
         if read_entry(folder) is not None:  # another process was first
-            return
+            return True
         if not os.path.lexists(folder):
+            if error.errno in _IN_USE:
+                return False
             raise
-        if not folder.is_dir() or ownership.fault(folder):  # nobody loads from it
-            unsafe = folder.rename(f"{temporary}-unsafe")
-            temporary.rename(folder)
-            _delete(unsafe)
-            return
-        # Damaged: mend it file by file, because others may be about to load that very path.
-        for name in names:
-            os.replace(temporary / name, folder / name)
+    if not folder.is_dir() or ownership.fault(folder):  # nobody loads from it
+        _delete(folder.rename(f"{temporary}-unsafe"))
+        return False
+    # Damaged: mend it file by file, because others may be about to load that very path.
+    for name in names:
+        os.replace(temporary / name, folder / name)
+    return True
 
 
 def _checksum(meta: dict[str, object], cubin: bytes) -> str:
@@ -240,7 +248,7 @@ def _create() -> Path:
         raise OSError("you have no home folder")
     for path in (*reversed(folder.parents), folder):
         path.mkdir(mode=0o755, exist_ok=True)  # whatever the umask, those above, too
-    _refuse_shared(folder)  # another may have created it just now
+    ownership.refuse_shared(folder)  # another may have created it just now
     return folder
 
 
@@ -273,24 +281,3 @@ def _remove(folder: Path, process: int) -> None:
     """Remove the private folder of a process, unless this is a child that was forked from it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _refuse_shared(folder: Path) -> None:
-    try:
-        fault = ownership.fault(folder.resolve(strict=True))
-        fault_above = ownership.fault_above(folder)
-    except (OSError, RuntimeError):  # absent, out of reach, a loop of links: nothing is loaded
-        return
-    if fault:
-        raise UnsafeCacheError(
-            f"cupyflash: the cache folder {folder} must belong to you or root and be writable by "
-            f"its owner alone, because it holds code; got {fault}, and you are user "
-            f"{os.geteuid()}. Mend it (chown, chmod go-w) or set CUPYFLASH_CACHE_DIR to another "
-            "folder"
-        )
-    if fault_above:
-        raise UnsafeCacheError(
-            f"cupyflash: the cache folder {folder} must be where others cannot replace it, because "
-            f"it holds code; got {fault_above} above it. Mend that (chmod go-w, or chmod +t as "
-            "/tmp has it) or set CUPYFLASH_CACHE_DIR to another folder"
-        )

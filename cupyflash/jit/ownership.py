@@ -8,6 +8,10 @@ import stat
 from pathlib import Path
 
 
+class UnsafeCacheError(RuntimeError):
+    """The cache folder can be written by others, and a cubin is code; nothing is loaded from it."""
+
+
 def fault(path: Path) -> str:
     """The mode and the owner of what others can change; "" if only the user and root can.
 
@@ -36,6 +40,28 @@ def fault_above(folder: Path) -> str:
         if os.name != "nt" and _shared(status) and not status.st_mode & stat.S_ISVTX:
             return f"{above} of mode {status.st_mode & 0o7777:o}"
     return ""
+
+
+def refuse_shared(folder: Path) -> None:
+    """Raise UnsafeCacheError where others can change this folder, or put another in its place."""
+    try:
+        changed = fault(folder.resolve(strict=True))
+        above = fault_above(folder)
+    except (OSError, RuntimeError):  # absent, out of reach, a loop of links: nothing is loaded
+        return
+    if changed:
+        raise UnsafeCacheError(
+            f"cupyflash: the cache folder {folder} must belong to you or root and be writable by "
+            f"its owner alone, because it holds code; got {changed}, and you are user "
+            f"{os.geteuid()}. Mend it (chown, chmod go-w) or set CUPYFLASH_CACHE_DIR to another "
+            "folder"
+        )
+    if above:
+        raise UnsafeCacheError(
+            f"cupyflash: the cache folder {folder} must be where others cannot replace it, because "
+            f"it holds code; got {above} above it. Mend that (chmod go-w, or chmod +t as "
+            "/tmp has it) or set CUPYFLASH_CACHE_DIR to another folder"
+        )
 
 
 def _shared(status: os.stat_result) -> bool:

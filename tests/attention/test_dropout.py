@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from fakes import fake_facts
 from matrix import each
 from passes import forward_backward
 
@@ -298,7 +299,7 @@ def test_cupy_without_curand(monkeypatch):
 
     monkeypatch.setattr(cupy, "random", SimpleNamespace(randint=missing), raising=False)
     library = CupyLibrary()
-    monkeypatch.setattr(library, "current_device", lambda: 0)
+    fake_facts(monkeypatch, library, current_device=0)
     like = SimpleNamespace(data=SimpleNamespace(device_id=0))
     with pytest.raises(ImportError, match="dropout_seed .* needs cuRAND: pip install"):
         library.random_seed(like)

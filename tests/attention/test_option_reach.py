@@ -12,14 +12,13 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy
 import pytest
 from places import PYTHONPATH
 
 import cupyflash
-from cupyflash import environment, jit
+from cupyflash import environment
 from cupyflash.ops.attention import dispatch
 from cupyflash.ops.attention.names import caller_name
 from cupyflash.ops.attention.options import Extras, Options
@@ -176,7 +175,7 @@ def main():
         return launched[:split], launched[split:]
 
     found = {}
-    with hopper(), mock.patch.object(jit, "load", load):
+    with hopper(load=load):
         for backend, dtype in BACKENDS.items():
             for field, (_, *values) in CHANGES.items():
                 if field in ONLY_FP16X3 and backend != "fp16x3":

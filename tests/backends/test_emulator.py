@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from emulator import COMPILER
+from emulator import COMPILER, replacing
 from places import PYTHONPATH, SUPPORT
 from targets import has
 
@@ -21,3 +23,18 @@ def test_calls(emulated_kernels):
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_compile_at_once(tmp_path):
+    """Two threads make the same file, and each has written it before the other puts it there."""
+    path, written = tmp_path / "program.so", threading.Barrier(2, timeout=10)
+
+    def make(text):
+        with replacing(path) as own:
+            own.write_text(text)
+            written.wait()
+            assert own.read_text() == text
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make, ("first", "second")))
+    assert path.read_text() in ("first", "second") and list(tmp_path.iterdir()) == [path]

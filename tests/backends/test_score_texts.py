@@ -21,6 +21,7 @@ from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
 from cupyflash.ops.attention.kind import Access, Features, Kind
 from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
 from cupyflash.ops.attention.passes import Pass, Wanted
+from cupyflash.ops.attention.planning import refuse_lacking
 from cupyflash.ops.attention.sm80 import capture_gradients
 from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
 
@@ -157,6 +158,7 @@ def test_gradients_of_captures_that_are_not_built(dtype, deterministic, got):
         problem, dtype=dtype, text=learning, captures=(view(2, dtype="float32"),)
     )
     wanted = Wanted({}, in_order=bool(deterministic))
-    call = (Pass(()), "attention_backward", problem, problem.kind((9, 0)), wanted, deterministic)
+    # The configuration stands for its launch, which needs a GPU.
+    work = Pass((), capture_gradients=capture_gradients.kernel(problem.kind((9, 0))))
     with pytest.raises(NotImplementedError, match=f"^attention_backward: .*, got {got}$"):
-        capture_gradients.added(*call)
+        refuse_lacking("attention_backward", problem, wanted, work, deterministic)

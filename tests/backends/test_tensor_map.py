@@ -7,7 +7,7 @@ from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 
 import numpy
 import pytest
-from fakes import fake_cupy, fake_kernels
+from fakes import fake_cupy, fake_facts, fake_kernels
 from problems import HOPPER
 
 from cupyflash.ops.attention.checks import check
@@ -262,7 +262,7 @@ def libcuda(monkeypatch):
 @pytest.fixture
 def devices(monkeypatch):
     """The devices that were made current; stands in for CuPy. They have no dependent launches."""
-    monkeypatch.setattr(kernel_launch, "capability_of", lambda device: (8, 0))
+    fake_facts(monkeypatch, kernel_launch, capability_of=(8, 0))
     return fake_cupy(monkeypatch).made_current
 
 

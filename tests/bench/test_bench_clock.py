@@ -1,9 +1,9 @@
 """The clock of benchmarks and of the command line, on a simulated GPU."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
+from fakes import fake_facts, fake_modules
 from tiny_kernel import needs_nvrtc
 
 pytest.importorskip("torch", reason="the clock of bench is beside torch")
@@ -53,8 +53,8 @@ class SimulatedGPU:
 @pytest.fixture
 def gpu(monkeypatch):
     gpu = SimulatedGPU()
-    monkeypatch.setitem(sys.modules, "cupy", gpu)
-    monkeypatch.setattr(timing, "l2_bytes", lambda device: 200 << 20)
+    fake_modules(monkeypatch, cupy=gpu)
+    fake_facts(monkeypatch, timing, l2_bytes=200 << 20)
     timing._wait_kernel.cache_clear()
     yield gpu
     timing._wait_kernel.cache_clear()

@@ -1,8 +1,5 @@
 """What `bench decode` measures, on torch's CPU, and the bounds beside it."""
 
-import itertools
-import time
-
 import pytest
 import torch
 
@@ -63,12 +60,6 @@ def test_bars():
     ]
     assert bars.table(rows, 100.0).row_count == len(bars.LARGE) + len(bars.BARS)
     assert 0 < bars.table(rows[:30], 100.0).row_count < len(bars.LARGE) + len(bars.BARS)
-
-
-def test_cells_begin_in_time(monkeypatch):
-    clock = itertools.count()
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    assert [*decode.in_time(range(100), 5)] == [0, 1, 2, 3]
 
 
 def test_rounded_keys():

@@ -100,11 +100,10 @@ def test_page(tmp_path, monkeypatch, capsys):
     results_into(monkeypatch, tmp_path)
     fields = {"gpu": "G", "versions": {}}
     fake_facts(monkeypatch, harness, machine_fields=fields, gpu_problem="")
-    monkeypatch.setattr(counters, "available", list)
-    monkeypatch.setattr(counters, "output_of", lambda *a: profile.FACT + json.dumps(facts[0]))
-    monkeypatch.setattr(counters, "launches_of", lambda text: launches)
+    printed = profile.FACT + json.dumps(facts[0])
+    fake_facts(monkeypatch, counters, available=[], output_of=printed, launches_of=launches)
     roofs = {"matmul_tflops": 780.0, "copy_gbps": 4300.0, "fp32_tflops": 67.0}
-    monkeypatch.setattr(profile, "ceilings", lambda: roofs)
+    fake_facts(monkeypatch, profile, ceilings=roofs, facts_without_gpu=facts)
     pytest.importorskip("matplotlib")
     assert profile.main(["--output", "p"]) == 0
     page = (tmp_path / "p.md").read_text()
@@ -117,7 +116,6 @@ def test_page(tmp_path, monkeypatch, capsys):
         raise RuntimeError("no rights; do this")
 
     monkeypatch.setattr(counters, "output_of", refuses)
-    monkeypatch.setattr(profile, "facts_without_gpu", lambda *a: facts)
     assert profile.main(["--output", "q"]) == 1
     assert "no counters: no rights; do this" in capsys.readouterr().out
     assert "What the kernels are made of" in (tmp_path / "q_static.md").read_text()

@@ -1,11 +1,11 @@
 """The providers of attention: how each option and layout reaches the library."""
 
 import dataclasses
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import fake_modules
 from small_benchmarks import MODELS
 
 from bench.lib import data, providers
@@ -51,7 +51,7 @@ def test_flash_attn_gets_its_own_names(monkeypatch):
     pytest.importorskip("torch")
     called = []
     fake = SimpleNamespace(flash_attn_func=lambda *x, **options: called.append(options))
-    monkeypatch.setitem(sys.modules, "flash_attn", fake)
+    fake_modules(monkeypatch, flash_attn=fake)
     load = PROVIDERS["flash-attn-2"].load
     load(scale=2.0, window=(3, 0), softcap=5.0)(1, 2, 3, True)
     assert called == [{"causal": True, "softmax_scale": 2.0, "window_size": (3, 0), "softcap": 5.0}]

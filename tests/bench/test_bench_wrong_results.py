@@ -98,8 +98,11 @@ def test_a_wrong_result(benchmarks, monkeypatch, capsys, name):
 
 
 def provider(name, attention, monkeypatch):
-    fake = Provider(name, lambda **options: attention, layout="bhsd")
-    monkeypatch.setitem(PROVIDERS, name, fake)
+    replaced(monkeypatch, Provider(name, lambda **options: attention, layout="bhsd"))
+
+
+def replaced(monkeypatch, provider):
+    monkeypatch.setitem(PROVIDERS, provider.name, provider)
 
 
 def test_wrong_passes_of_attention(benchmarks, monkeypatch, capsys):
@@ -130,7 +133,7 @@ def test_an_option_that_is_not_kept_is_wrong(benchmarks, monkeypatch, capsys, na
         left_out.append(options.pop(name, None))
         return ours(**options)
 
-    monkeypatch.setitem(PROVIDERS, "cupyflash", Provider("cupyflash", without))
+    replaced(monkeypatch, Provider("cupyflash", without))
     kinds = {"window": "Local", "lengths": "Documents", "bias": "Padding", "scale": "Pair"}
     of_model = ("--only", kinds.get(name, name.capitalize()), "--pass", "fwd")
     with pytest.raises(SystemExit, match="nothing was measured"):
@@ -149,7 +152,7 @@ def test_a_wrong_gradient_of_an_option(benchmarks, monkeypatch, capsys, name, mo
             x = 2 * x - x.detach()
         return ours(**{**options, name: x})
 
-    monkeypatch.setitem(PROVIDERS, "cupyflash", Provider("cupyflash", twice_as_large))
+    replaced(monkeypatch, Provider("cupyflash", twice_as_large))
     status, results = benchmarks.run("models", "--only", model, "--providers", "cupyflash")
     assert status == 1 and [x["pass"] for x in results["rows"]] == ["fwd"]
     assert f"WRONG RESULT: d{name}" in capsys.readouterr().out

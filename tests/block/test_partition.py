@@ -8,7 +8,7 @@ import pytest
 from arrays import normal, stored
 from block_stacks import CASE
 from block_stacks import make as make_blocks
-from fakes import fake_facts
+from fakes import fake_driver, fake_facts
 from matrix import each_library
 from targets import compute_capability
 
@@ -104,7 +104,7 @@ def test_made_again_of_what_it_was_made_of():
 @pytest.mark.parametrize("said", [None, 8, 16, 100])
 def test_half_of_them_where_the_driver_does_not_say(fake, monkeypatch, said):
     plan, _ = fake
-    monkeypatch.setattr(driver, "multiprocessors_of", lambda stream: said)
+    fake_facts(monkeypatch, driver, multiprocessors_of=said)
     part = FakeStream(5)
     assert [plan(part), plan(part)] == [4, 4] and part.started == [4, 4]
     with pytest.raises(TooLarge):
@@ -149,7 +149,7 @@ class Driver:
     ],
 )
 def test_what_the_driver_is_asked(answers, expected, monkeypatch):
-    monkeypatch.setattr(driver, "function", lambda name, *_: getattr(answers, name))
+    fake_driver(monkeypatch, lambda name: getattr(answers, name))
     assert driver.multiprocessors_of(5) == expected
 
 

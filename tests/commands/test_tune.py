@@ -5,13 +5,12 @@ import json
 import multiprocessing
 import os
 import re
-import sys
 import warnings
 from types import SimpleNamespace
 
 import numpy
 import pytest
-from fakes import fake_facts
+from fakes import fake_facts, fake_modules
 from matrix import each
 from passes import forward_backward
 
@@ -38,7 +37,7 @@ def file(tmp_path, monkeypatch):
     """A tuning file on a machine that is `HERE`; nothing is compiled."""
     fake_facts(monkeypatch, tuning, machine=HERE)
     fake_facts(monkeypatch, choices, target_arch="sm_90a")
-    monkeypatch.setattr(jit, "build", lambda config, arch: BUILT)
+    fake_facts(monkeypatch, jit, build=BUILT)
     tuning._tiles.cache_clear()
     with environment.override(tuning=str(tmp_path / "folder" / "tiles.json"), cache_dir=tmp_path):
         yield environment.current().tuning_file
@@ -72,10 +71,12 @@ def test_saved_choice(file):
     assert [path.name for path in file.parent.iterdir() if "lock" not in path.name] == [file.name]
 
 
-def test_repeated_plans_do_not_read_it_again(file, monkeypatch):
-    chosen()
-    monkeypatch.setattr(type(file), "read_text", None)
-    chosen()
+def test_repeated_plans_do_not_read_it_again(file):
+    assert chosen() is None
+    write(file, {"machine": HERE, "tiles": {KEY: [192, 112, 2, 3]}})
+    assert chosen() is None
+    tuning._tiles.cache_clear()
+    assert chosen() == (192, 112, 2, 3)
 
 
 def test_no_file_is_read_where_there_is_to_be_none(file):
@@ -224,7 +225,7 @@ def test_candidates(name, backward):
 def checks(monkeypatch, kind):
     """The search takes its problem for one of this kind."""
     checked = SimpleNamespace(kind=lambda capability: kind, device=0, access=Access.TENSOR_MAP)
-    monkeypatch.setattr(tuner, "check", lambda *arguments: checked)
+    fake_facts(monkeypatch, tuner, check=checked)
 
 
 @pytest.fixture
@@ -259,16 +260,17 @@ def searched(monkeypatch, file):
         blocks = [(x.block_m, x.block_n) for x, _ in tasks]
         return [jit.Built(**{**vars(BUILT), "spill_bytes": built.get(x, 0)}) for x in blocks]
 
-    monkeypatch.setitem(sys.modules, "cupy", numpy)
+    cuda = SimpleNamespace(Device=lambda: SimpleNamespace(id=0))
+    fake_modules(monkeypatch, cupy=SimpleNamespace(**vars(numpy), cuda=cuda))
     monkeypatch.setattr(tuner, "Call", Call)
     monkeypatch.setattr(tuner, "Rounds", Rounds)
     monkeypatch.setattr(jit, "build_all", build_all)
     monkeypatch.setattr(tuner.pool, "missing", list)
     fake_facts(monkeypatch, tuner.compiler, target_arch="sm_90a")
-    monkeypatch.setattr(tuner, "choose", lambda *_, backward: "sm90")
     fake_facts(monkeypatch, tuner, capability_of=HOPPER)
     checks(monkeypatch, KIND)
-    return built, ms, results, rounds
+    with environment.override(backend=None):
+        yield built, ms, results, rounds
 
 
 PROBLEM = Problem("float16", 64, 1, 96, 2, 1, True)
@@ -314,20 +316,18 @@ def test_search_of_a_backward(searched, monkeypatch):
     assert tuner.search(problem, "bwd", 60).best.tile == (64, 128)
 
 
-def test_search_stops_in_time(searched, monkeypatch):
+def test_search_stops_in_time(searched):
     found = tuner.search(PROBLEM, "fwd", 1e-9)
     assert found.rounds == tuner.LEAST_ROUNDS
     assert [x.note for x in found.candidates[1:]] == ["no time to compile it"] * 9
-    monkeypatch.setattr(tuner, "choose", lambda *_, backward: "simt")
-    with pytest.raises(NotImplementedError, match="several kernels to choose from, got attention"):
+    match = "several kernels to choose from, got attention"
+    with environment.override(backend="simt"), pytest.raises(NotImplementedError, match=match):
         tuner.search(PROBLEM, "fwd", 1)
 
 
 def test_command(searched, file, monkeypatch, capsys):
     _, ms, results, _ = searched
     fake_facts(monkeypatch, machine, gpu_problem="")
-    device = SimpleNamespace(Device=lambda: SimpleNamespace(id=0))
-    monkeypatch.setattr(numpy, "cuda", device, raising=False)
     ms[192, 112, 2, 3] = 1.6
     line = "tune --head-dim 64 --seqlen 96 --batch 1 --heads 2 --causal --dtype fp16 --save"
     monkeypatch.setenv("COLUMNS", "40")  # columns are not cut

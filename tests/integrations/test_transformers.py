@@ -13,6 +13,7 @@ import sys
 import weakref
 
 import pytest
+from fakes import fake_modules
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -789,7 +790,7 @@ def test_a_transformers_without_the_interfaces(monkeypatch):
         patch.setattr(masking_utils, "sdpa_mask", lambda cache_position: None)
         with pytest.raises(ImportError, match=r"needs .* 5\.4 or newer, got \d.*; pip install"):
             integration.register()
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    fake_modules(monkeypatch, transformers=None)
     with pytest.raises(ImportError, match=r"needs transformers 5\.4 or newer"):
         integration.register()
 

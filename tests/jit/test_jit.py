@@ -5,12 +5,11 @@ import dataclasses
 import pickle
 import re
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_kernel
-from fakes import fake_facts
+from fakes import fake_facts, fake_modules
 from tiny_kernel import Scale, needs_nvrtc
 
 from cupyflash import environment, jit
@@ -162,16 +161,14 @@ def test_code_is_the_same_program(tmp_path, monkeypatch):
 def test_source_edited_during_compilation(folder, monkeypatch):
     header, compile_kernel = folder / "cuda_src/common/offset.cuh", compiler.compile_kernel
 
-    def edit_after(config, target):
-        monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
-        compiled = compile_kernel(config, target)
+    def edit_after(compiled):
         header.write_text("constexpr float OFFSET = 7.0f;\n")
         return compiled
 
-    monkeypatch.setattr(compiler, "compile_kernel", edit_after)
+    calls = tiny_kernel.record_compilations(monkeypatch, edit_after)
     built = jit.build(Scale(), "sm_80")
     assert [entry.path for entry in jit.entries()] == [built.path]
-    assert compile_kernel(Scale(), "sm_80").cubin == built.path.read_bytes()
+    assert compile_kernel(Scale(), "sm_80").cubin == built.path.read_bytes() and len(calls) == 2
 
 
 @needs_nvrtc
@@ -256,8 +253,7 @@ def test_no_jit(folder, compilations):
 @pytest.mark.parametrize("missing", ["cupy", "nvrtc"])
 def test_missing_compiler(folder, monkeypatch, missing):
     if missing == "cupy":
-        monkeypatch.setitem(sys.modules, "cupy", None)
-        monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+        fake_modules(monkeypatch, cupy=None)
     else:
         if not tiny_kernel.has_nvrtc():
             pytest.skip("needs CuPy and NVRTC")

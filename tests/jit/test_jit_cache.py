@@ -7,14 +7,16 @@ import shutil
 import tempfile
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tiny_kernel
+from fakes import fake_facts
 from tiny_kernel import Scale, needs_nvrtc, run_python, start_python
 
 from cupyflash import environment, jit
-from cupyflash.jit import cache, compiler, ownership
+from cupyflash.jit import cache, ownership
 
 pytestmark = needs_nvrtc
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
@@ -81,18 +83,16 @@ def test_processes(folder):
 @pytest.mark.parametrize("first", ["healthy", "damaged"])
 def test_lost_race(folder, monkeypatch, first):
     """Another process publishes the entry while this one compiles."""
-    compile_kernel = compiler.compile_kernel
     other = jit.build(Scale(), "sm_80")
     if first == "damaged":
         other.path.write_bytes(b"damaged")
     shutil.move(other.path.parent, folder / "other")
 
-    def slow(*args):
-        compiled = compile_kernel(*args)
+    def slow(compiled):
         shutil.move(folder / "other", other.path.parent)
         return compiled
 
-    monkeypatch.setattr(compiler, "compile_kernel", slow)
+    tiny_kernel.record_compilations(monkeypatch, slow)
     built = jit.build(Scale(), "sm_80")
     assert built.path == other.path and unfinished(folder) == []
     assert cache.read_entry(built.path.parent) == (other if first == "healthy" else built)
@@ -207,7 +207,7 @@ def give_to_a_group(path, monkeypatch):
     if os.geteuid() == 0:
         os.chown(path, -1, 54321)
     else:
-        monkeypatch.setattr(ownership, "_is_own_group", lambda number: False)
+        fake_facts(monkeypatch, ownership, _is_own_group=False)
 
 
 @posix
@@ -282,6 +282,26 @@ def test_entry_that_others_can_write_is_not_loaded(folder, recwarn, leave_open):
 
 
 @posix
+def test_threads_replace_what_others_can_write(tmp_path):
+    """Each finds it unsafe and moves it away, while others do so or have published theirs."""
+    built = cache.Built(Path(), "scale", "scale<2>", "sm_80", "12.9", 8, 0, 0, (), 0.1)
+    barrier = threading.Barrier(4, timeout=10)
+
+    def publish(folder):
+        barrier.wait()
+        return cache._write(folder, built, b"ours", "")
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(200):
+            folder = tmp_path / f"scale.{number}"
+            folder.mkdir()
+            (folder / "kernel.cubin").write_bytes(b"theirs")
+            folder.chmod(0o777)
+            assert all(map(healthy, list(pool.map(publish, [folder] * 4))))
+    assert len(list(tmp_path.iterdir())) == 200  # nothing unfinished
+
+
+@posix
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="only root gives files away")
 def test_entry_of_another_user_is_not_loaded(folder):
     kept = jit.build(Scale(), "sm_80")
@@ -322,7 +342,7 @@ def given_away(folder, monkeypatch):
     if os.geteuid() == 0:
         os.chown(folder / "cache", 54321, -1)
     else:
-        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+        fake_facts(monkeypatch, os, geteuid=54321)
 
 
 @posix

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_kernel
-from fakes import fake_facts
+from fakes import fake_facts, fake_modules
 from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import environment, jit
@@ -184,8 +184,8 @@ def test_warmup_shows_progress_where_there_is_no_terminal(folder, monkeypatch, c
 @pytest.mark.parametrize("rich", [True, False])
 def test_warmup_on_a_terminal(folder, monkeypatch, capsys, rich):
     if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        fake_modules(monkeypatch, rich=None)
+    fake_facts(monkeypatch, sys.stderr, isatty=True)
     jit.build_all([(Scale(), "sm_80")], jobs=1)
     error = capsys.readouterr().err
     assert error.startswith("cupyflash: 1 kernel to compile, about ")

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 import tiny_kernel
+from fakes import fake_facts
 from tiny_kernel import Scale, needs_nvrtc
 
 from cupyflash import environment, jit
-from cupyflash.jit import builder, compiler
+from cupyflash.jit import builder
 
 pytestmark = needs_nvrtc
 
@@ -39,9 +40,9 @@ def test_log_line(folder, caplog, capfd):
     ],
 )
 def test_slow_compilation_shows_on_terminals(folder, monkeypatch, capsys, seconds, terminal, line):
-    compiled = dataclasses.replace(compiler.compile_kernel(Scale(), "sm_80"), seconds=seconds)
-    monkeypatch.setattr(compiler, "compile_kernel", lambda config, target: compiled)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    in_seconds = lambda compiled: dataclasses.replace(compiled, seconds=seconds)  # noqa: E731
+    tiny_kernel.record_compilations(monkeypatch, in_seconds)
+    fake_facts(monkeypatch, sys.stderr, isatty=terminal)
     jit.build(Scale(), "sm_80")
     jit.build(Scale(), "sm_80")
     assert capsys.readouterr().err == line
@@ -73,7 +74,7 @@ def test_dump(folder, monkeypatch, recwarn):
 
 
 def test_dump_without_disassembler(folder, monkeypatch):
-    monkeypatch.setattr(builder, "_find", lambda name: None)
+    fake_facts(monkeypatch, builder, _find=None)
     warned = pytest.warns(RuntimeWarning, match=r"kernel\.sass: SASS needs nvdisasm")
     with environment.override(dump=("sass",)), warned:
         jit.build(Scale(), "sm_80")

@@ -2,6 +2,7 @@
 
 import pytest
 import tiny_kernel
+from fakes import fake_facts
 from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import jit, machine, precompile
@@ -91,7 +92,7 @@ def test_good_kernels_do_not_warn(folder):
 
 @pytest.mark.parametrize("fault", SLOW)
 def test_info_and_check_name_the_fault(folder, fault, capsys, monkeypatch):
-    monkeypatch.setattr(check, "operations", lambda *_: ())
+    fake_facts(monkeypatch, check, operations=())
     write_kernel(folder, fault)
     jit.build_all([(Scale(factor=x), "sm_90a") for x in (2, 3)], jobs=1, progress=False)
     for command in ("info", "check"):
@@ -145,7 +146,7 @@ def test_rule(folder, change, slow):
 
 def test_old_nvrtc_is_refused(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(compiler.nvrtc(), "getVersion", lambda: (12, 2))
+        fake_facts(patch, compiler.nvrtc(), getVersion=(12, 2))
         with pytest.raises(ImportError, match="got NVRTC 12.2, which must be 12.3 or newer; pip"):
             compiler.nvrtc()
         assert "NVRTC 12.2, which must be 12.3 or newer" in machine.compiler_problem()

@@ -9,6 +9,7 @@ import weakref
 import numpy
 import pytest
 from devices import memory
+from fakes import fake_facts
 from gpt2_models import TINY, decodes, device, each_device, modes, prompts, tiny
 from wrong_calls import CHOICE, INTEGER, check_refused
 
@@ -325,7 +326,7 @@ def test_running_out_of_memory_names_what_fits(target, monkeypatch):
     """Ahead by the estimate, and where the allocator fails; both leave the model usable."""
     gpt2, given = tiny(target), prompts(9, 4)
     expected = gpt2.generate(given, 5)
-    monkeypatch.setattr(model, "free_memory", lambda xp: 2**20)
+    fake_facts(monkeypatch, model, free_memory=2**20)
     gpt2._idle.clear()
     match = r"batch 2 of length 128 needs .* would fit"
     bad(MemoryError, match, lambda: gpt2.generate(given, 120))

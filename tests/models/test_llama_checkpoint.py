@@ -6,6 +6,7 @@ import sys
 
 import numpy
 import pytest
+from fakes import fake_facts
 
 pytest.importorskip("safetensors")
 
@@ -395,7 +396,7 @@ def test_no_gpu(library, tmp_path, monkeypatch):
     """Who asks for one is told why there is none; others get the CPU, unless CuPy is asked for."""
     from cupyflash import machine
 
-    monkeypatch.setattr(machine, "gpu_problem", lambda: "it is broken")
+    fake_facts(monkeypatch, machine, gpu_problem="it is broken")
     folder = write(tmp_path, tensors())
     with pytest.raises(RuntimeError, match="^Llama: a GPU cannot be used: it is broken"):
         load(folder, library=library, device="gpu")

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from places import PYTHONPATH
@@ -36,7 +35,6 @@ def launched(size):
     from llama_steps import Sequences
 
     from bench.lib.dry_run import hopper
-    from cupyflash import jit
     from cupyflash.models.llama import SIZES, Llama
 
     shape = {"layers": 2, "inner": 1024, "vocab_size": 256, "max_positions": 64}
@@ -46,7 +44,7 @@ def launched(size):
     for name, batch, count in ((1, 1, 1), (8, 8, 1), ("prompts", 8, 12)):
         run, names = Sequences(llama, [[1] * 20] * batch), []
         load = lambda config, device, names=names: lambda *arguments: names.append(config.name)
-        with hopper(), mock.patch.object(jit, "load", load):
+        with hopper(load=load):
             run.step([count] * batch)
         found[name] = names
     return found

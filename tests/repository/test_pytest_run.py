@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import conftest
 import pytest
+from fakes import fake_facts
 from places import ROOT
 from targets import EMULATED
 from tiny_kernel import needs_nvrtc
@@ -65,7 +66,7 @@ def test_number_of_processes(monkeypatch, capability, numprocesses, source, othe
         ArgsSource=Source,
         pluginmanager=SimpleNamespace(hasplugin=lambda name: True),
     )
-    monkeypatch.setattr(conftest, "compute_capability", lambda: (capability, ""))
+    fake_facts(monkeypatch, conftest, compute_capability=(capability, ""))
     conftest.pytest_cmdline_main(config)
     expected = None if capability and numprocesses == "auto" else numprocesses
     assert config.option.numprocesses == expected

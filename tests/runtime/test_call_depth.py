@@ -63,8 +63,7 @@ def main():
         loads.append(chain(sys._getframe()))
         return lambda *arguments: launches.append(chain(sys._getframe()))
 
-    with hopper():
-        cupyflash.jit.load = load
+    with hopper(load=load):
         for name, call in calls().items():
             loads, launches = [], []
             call()

@@ -9,6 +9,7 @@ from ctypes import POINTER, c_int, c_uint, c_void_p
 
 import numpy
 import pytest
+from fakes import fake_driver, fake_facts
 from gpt2_models import prompts, tiny
 from targets import TARGETS, compute_capability
 
@@ -58,7 +59,7 @@ def launches(monkeypatch):
             return self.status
 
     calls = Calls()
-    monkeypatch.setattr(driver, "function", lambda *_: calls)
+    fake_driver(monkeypatch, lambda name: calls)
     return calls
 
 
@@ -75,7 +76,7 @@ def test_a_thread_without_a_context_gets_one(launches, monkeypatch):
     """The driver knows none in a new thread until a call of the CUDA runtime; then again."""
     runtime = pytest.importorskip("cupy").cuda.runtime
     freed = []
-    monkeypatch.setattr(driver, "function", lambda *_: fails_first)
+    fake_driver(monkeypatch, lambda name: fails_first)
     monkeypatch.setattr(runtime, "free", freed.append)
 
     def fails_first(*arguments):
@@ -121,7 +122,7 @@ def test_only_what_can_wait_begins_early_and_only_where_it_is_wanted(launches, d
 )
 def test_older_gpus_and_drivers_launch_as_ever(monkeypatch, capability, version, possible):
     runtime = pytest.importorskip("cupy").cuda.runtime
-    monkeypatch.setattr(runtime, "driverGetVersion", lambda: version)
+    fake_facts(monkeypatch, runtime, driverGetVersion=version)
     assert launch.dependent_possible.__wrapped__(capability) == possible
 
 
@@ -266,7 +267,7 @@ def test_steps_of_gpt2_are_the_same_bits(monkeypatch, batch, dtype, backend):
     for wanted in (True, False):
         with monkeypatch.context() as patch, environment.override(backend=backend):
             if not wanted:
-                patch.setattr(launch, "dependent_wanted", lambda: False)
+                fake_facts(patch, launch, dependent_wanted=False)
             engine = Engine(gpt2.paged, pages=batch + 1, page_size=128, max_batch=batch)
             for prompt in prompts(*range(1, batch + 1)):
                 engine.submit(prompt, 3)

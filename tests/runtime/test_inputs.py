@@ -6,6 +6,7 @@ import sys
 
 import numpy
 import pytest
+from fakes import fake_modules
 from matrix import each
 from targets import CPU_TARGETS
 
@@ -242,9 +243,7 @@ def test_forced_backend_that_cannot_compute_the_dtype(target):
 
 def test_missing_cupy_names_the_pip_line(monkeypatch):
     """A torch tensor on a GPU, but no CuPy."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    fake_modules(monkeypatch, cupy=None)
     with pytest.raises(ImportError, match=r"CuPy is not installed.*; pip install .*nvidia-cuda"):
         kernel_plan.Plan(0)
 

@@ -6,7 +6,7 @@ import weakref
 
 import numpy
 import pytest
-from fakes import fake_cupy
+from fakes import fake_cupy, fake_graphs
 
 from cupyflash.runtime import scratch
 
@@ -35,8 +35,8 @@ def cupy(monkeypatch):
 
     get_allocator = lambda: allocators[-1]
     fake = fake_cupy(monkeypatch, get_allocator=get_allocator, using_allocator=using_allocator)
-    fake.allocators, fake.ends = allocators, []
-    monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
+    fake.allocators = allocators
+    fake_graphs(monkeypatch, fake)
     return fake
 
 

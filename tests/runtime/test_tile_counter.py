@@ -3,7 +3,7 @@
 import types
 
 import pytest
-from fakes import Stream, fake_cupy
+from fakes import Stream, fake_cupy, fake_driver, fake_graphs
 
 from cupyflash.runtime import scratch
 from cupyflash.runtime.scratch import COUNTERS, NULL, POOL_SIZE, TileCounters, pack_pointer
@@ -15,10 +15,9 @@ POOL = 4096  # its address
 def cupy(monkeypatch):
     fake = fake_cupy(monkeypatch)
     fake.zeros = lambda size, dtype: types.SimpleNamespace(data=types.SimpleNamespace(ptr=POOL))
-    fake.ends = []  # what is called when the graphs are gone
     fake.numbers = {}  # of streams whose handle is not their number
     monkeypatch.setattr(scratch, "stream_number", lambda x: fake.numbers.get(x, x))
-    monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
+    fake_graphs(monkeypatch, fake)
     return fake
 
 
@@ -102,7 +101,7 @@ def test_the_number_of_a_stream(monkeypatch):
         return 400 * (stream == 9)
 
     functions = {"cuStreamGetId": ask}
-    monkeypatch.setattr(scratch.driver, "function", lambda name, *types: functions[name])
+    fake_driver(monkeypatch, functions.__getitem__)
     assert [scratch.stream_number(x) for x in (0, 1, 2, 8)] == [0, 0, 2**40 + 2, 2**40 + 8]
     with pytest.raises(RuntimeError, match="stream 0x9 has no number, CUDA error 400"):
         scratch.stream_number(9)

@@ -37,8 +37,31 @@ def fake_cupy(monkeypatch, **parts):
         "runtime": runtime,
     }
     fake.cuda = SimpleNamespace(**(of_cuda | parts))
-    monkeypatch.setitem(sys.modules, "cupy", fake)
+    fake_modules(monkeypatch, cupy=fake)
     return fake
+
+
+def fake_modules(monkeypatch, **modules):
+    """What an import of each name finds: a stand-in, or nothing for None, also of submodules."""
+    for name, module in modules.items():
+        known = [x for x in sys.modules if x.startswith(f"{name}.")] if module is None else []
+        for x in (name, *known):
+            monkeypatch.setitem(sys.modules, x, module)
+
+
+def fake_driver(monkeypatch, answer):
+    """``answer(name)`` is the function of the CUDA driver of this name."""
+    from cupyflash.runtime import driver
+
+    monkeypatch.setattr(driver, "function", lambda name, *types: answer(name))
+
+
+def fake_graphs(monkeypatch, fake):
+    """``fake.ends`` has what is called when the graphs that are captured now are gone."""
+    from cupyflash.runtime import scratch
+
+    fake.ends = []
+    monkeypatch.setattr(scratch, "when_graph_is_gone", lambda _, end: fake.ends.append(end))
 
 
 def fake_facts(monkeypatch, *modules, **facts):

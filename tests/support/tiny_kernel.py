@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,13 +76,19 @@ def workspace(folder: Path) -> Iterator[Path]:
             yield folder
 
 
-def record_compilations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, str]]:
-    """The list to which each compilation appends its configuration and architecture."""
+def record_compilations(
+    monkeypatch: pytest.MonkeyPatch, change: Callable = lambda compiled: compiled
+) -> list[tuple[KernelConfig, str]]:
+    """The list to which each compilation appends its configuration and architecture.
+
+    Args:
+        change: is called with what the compiler gives, and returns what it seems to give.
+    """
     calls, compile_kernel = [], compiler.compile_kernel
 
     def recording(config, target):
         calls.append((config, target))
-        return compile_kernel(config, target)
+        return change(compile_kernel(config, target))
 
     monkeypatch.setattr(compiler, "compile_kernel", recording)
     return calls

@@ -8,7 +8,15 @@ from ...ops.decode.sampling import GREEDY, Sampling
 from ...runtime.checks import integer_within, short
 from .decoder import Decoder
 from .pool import PagePool
-from .request import Request, check_ends, check_prompt, check_sampling, is_sequence, not_finite
+from .request import (
+    Request,
+    check_ends,
+    check_prompt,
+    check_sampling,
+    gathered,
+    is_sequence,
+    not_finite,
+)
 from .scheduler import Scheduler
 
 PAGE_SIZE = 64
@@ -187,12 +195,7 @@ class Engine:
             RuntimeError: logits are not finite.
         """
         steps = self.stream(prompts, max_new_tokens, sampling, stop_tokens=stop_tokens, stop=stop)
-        results: list[list[int]] = [[] for _ in prompts]
-        for tokens in steps:
-            for result, token in zip(results, tokens):
-                if token is not None:
-                    result.append(token)
-        return results
+        return gathered(steps, len(prompts))
 
     def stream(
         self,

@@ -69,6 +69,16 @@ class Request:
                 self.reason = "length"
 
 
+def gathered(steps: Iterable[list[int | None]], count: int) -> list[list[int]]:
+    """The tokens of each of ``count`` prompts from a stream, see `Engine.stream`."""
+    results: list[list[int]] = [[] for _ in range(count)]
+    for tokens in steps:
+        for result, token in zip(results, tokens):
+            if token is not None:
+                result.append(token)
+    return results
+
+
 def check_prompt(
     function: str, prompt: Sequence[int], vocabulary: int, most: int, name: str = "the prompt"
 ) -> list[int]:

@@ -12,7 +12,7 @@ from cupyflash import machine
 from ...ops.block.block import BlockStack
 from ...ops.decode.sampling import GREEDY, Sampling
 from ...runtime.array import Array
-from ..engine.request import check_prompts
+from ..engine.request import check_prompts, gathered
 from ..place import numpy_dtype
 from . import generate
 from .config import FUNCTION, SIZES, Gpt2Config
@@ -155,12 +155,7 @@ class Gpt2:
         """
         given = (prompts, max_new_tokens, sampling, end_of_text, stop_strings, tokenizer)
         steps = self._stream("generate", decode, given)
-        results: list[list[int]] = [[] for _ in prompts]
-        for tokens in steps:
-            for result, token in zip(results, tokens):
-                if token is not None:
-                    result.append(token)
-        return results
+        return gathered(steps, len(prompts))
 
     def stream(
         self,

@@ -86,7 +86,8 @@ class Pass:
             alone what belongs to no visible score; else it adds to one in float32.
         captures: packs the captures of a call, for a text that has any.
         mask_tiles: the launch before all others where the main kernel skips tiles of the mask.
-        capture_gradients: the launch behind all others where captures learn.
+        capture_gradients: the launch behind all others where captures learn. A backend that has no
+            kernel for it leaves it out, and the call is refused.
     """
 
     launches: tuple[AttentionLaunch, ...]
@@ -174,6 +175,7 @@ def backward_pass(
     launch: MakeLaunch = AttentionLaunch,
     bias_gradient: BiasGradient | None = None,
     stores_dbias: bool = False,
+    capture_gradients: Any = None,
 ) -> Pass:
     """The backward pass of these kernels, of which the first one is no main kernel.
 
@@ -214,6 +216,7 @@ def backward_pass(
         stores_dbias,
         _packed_captures(problem),
         _mask_tiles(problem, main),
+        capture_gradients,
     )
 
 
@@ -223,13 +226,17 @@ def unshared_backward_pass(
     wanted: Wanted,
     configs: Sequence[KernelConfig],
     launch: MakeLaunch = AttentionLaunch,
+    capture_gradients: Any = None,
 ) -> Pass:
     """`backward_pass` where one block does all the work of a tile of a key head."""
     preprocess, main, *_ = configs
     in_turns = wanted.in_order
     sections = sharing.heads_per_section(main, problem, card, tensors=4, in_turns=in_turns)
     shared, accum_dim = Sharing(1, sections, in_turns), preprocess.accum_dim
-    return backward_pass(problem, wanted, configs, shared, accum_dim=accum_dim, launch=launch)
+    return backward_pass(
+        problem, wanted, configs, shared,
+        accum_dim=accum_dim, launch=launch, capture_gradients=capture_gradients,
+    )  # fmt: skip
 
 
 def backward_params(problem: Problem, wanted: Wanted, shared: Sharing) -> structs.FlashBwdParams:

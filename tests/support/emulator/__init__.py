@@ -10,11 +10,11 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def _compile(to: Path, *arguments: str, text: str = "") -> None:
-    with _replaced(to) as own:
+    with replacing(to) as own:
         command = [COMPILER, *FLAGS, *arguments, "-o", str(own)]
         # In its folder, because a program from a pipe includes files from the current folder.
         done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=to.parent)
@@ -117,11 +117,15 @@ def _compile(to: Path, *arguments: str, text: str = "") -> None:
 
 
 @contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """A file to write, which then takes the place of one that other processes make or read."""
-    own = path.with_suffix(f".{os.getpid()}")
-    yield own
-    own.rename(path)
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of one that others make or read meanwhile.
+
+    Others are processes, and threads: those of `tests/parallel` are ranks that compile at once.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent) as folder:
+        own = Path(folder) / path.name
+        yield own
+        own.replace(path)
 
 
 @functools.cache
@@ -180,7 +184,7 @@ def _write(path: Path, text: str) -> None:
     if path.exists() and path.read_text() == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _replaced(path) as own:
+    with replacing(path) as own:
         own.write_text(text)
 
 

@@ -9,6 +9,7 @@ from ..kernels import FlashBwdSinks, Tile, each_once
 from ..kind import KEY_MASK, Access, Features, Kind
 from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
 from ..problem import Problem
+from ..sm80 import capture_gradients
 from .kernels import HEAD_DIMS, backward_kernels, forward_kernel
 
 MIN_CAPABILITY = (6, 0)
@@ -37,7 +38,10 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    return unshared_backward_pass(problem, card, wanted, backward_kernels(kind))
+    of_captures = capture_gradients.plan(problem, kind, wanted)
+    return unshared_backward_pass(
+        problem, card, wanted, backward_kernels(kind), capture_gradients=of_captures
+    )
 
 
 def forward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:

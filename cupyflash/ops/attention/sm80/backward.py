@@ -14,7 +14,7 @@ from ..kernels import AttentionKernel, FlashBwdCombine, FlashBwdPreprocess, Tile
 from ..kind import Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass
 from ..problem import Problem
-from . import dbias, short
+from . import capture_gradients, dbias, short
 from .forward import Tiles, padded_head_dim
 
 # head dim: block_m, block_n, num_warps, num_stages
@@ -194,11 +194,13 @@ def backward(
     if wanted.bias is not None and wanted.in_order:  # the one kernel of a pass adds by atomics
         kind = kind._replace(features=kind.features._replace(one_pass=False))
     configs = backward_kernels(kind, tile)
+    of_captures = capture_gradients.plan(problem, kind, wanted)
     if len(configs) == 1:
         sections = sharing.heads_per_section(
             configs[0], problem, card, tensors=2, in_turns=wanted.in_order
         )
-        return backward_pass(problem, wanted, configs, Sharing(heads_per_section=sections))
+        shared = Sharing(heads_per_section=sections)
+        return backward_pass(problem, wanted, configs, shared, capture_gradients=of_captures)
     preprocess, main, *_ = configs
     shares = sharing.group_shares(main, problem, card, divides_rows=False)
     shared = Sharing(
@@ -221,4 +223,5 @@ def backward(
         shared,
         accum_dim=preprocess.accum_dim,
         bias_gradient=dbias.plan(problem, kind, card, wanted),
+        capture_gradients=of_captures,
     )

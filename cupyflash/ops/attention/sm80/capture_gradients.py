@@ -14,7 +14,7 @@ from ..kernels import AttentionKernel
 from ..kind import KEY_MASK, Access, Kind
 from ..launching import AttentionLaunch
 from ..options import NO_EXTRAS
-from ..passes import Pass, Sharing, Wanted, backward_params, zeros_for
+from ..passes import Sharing, Wanted, backward_params, zeros_for
 from ..problem import Problem
 from .forward import padded_head_dim
 
@@ -93,24 +93,12 @@ def kernel(kind: Kind) -> FlashBwdCapturesSm80 | None:
     return None
 
 
-def added(
-    work: Pass, function: str, problem: Problem, kind: Kind, wanted: Wanted, deterministic: str
-) -> Pass:
-    """The backward pass with the gradients of the captures behind it.
-
-    Raises:
-        NotImplementedError: there is no kernel for the problem, or the sums must have an order.
-    """
+def plan(problem: Problem, kind: Kind, wanted: Wanted) -> "CaptureGradients | None":
+    """The gradients of the captures of a problem; None if none learns, or there is no kernel."""
+    if not problem.learned or kind.features.bias >= KEY_MASK or problem.access < Access.VECTOR:
+        return None
     config = kernel(kind)
-    if config is None or kind.features.bias >= KEY_MASK or problem.access < Access.VECTOR:
-        fact = "the gradient of what a score reads is built for float16 and bfloat16 on tensor "
-        fact += "cores, with rows of whole 16 bytes, without a key mask"
-        got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
-        raise NotImplementedError(f"{function}: {fact}, got {got}")
-    if deterministic == "error":
-        fact = "the gradient of what a score reads has no deterministic order"
-        raise NotImplementedError(f"{function}: {fact}, got deterministic=True")
-    return dataclasses.replace(work, capture_gradients=CaptureGradients(config, problem, wanted))
+    return None if config is None else CaptureGradients(config, problem, wanted)
 
 
 class CaptureGradients:

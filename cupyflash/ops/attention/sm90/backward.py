@@ -17,7 +17,7 @@ from ..kernels import FlashBwdCombine, FlashBwdPreprocess, Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
 from ..problem import Problem
-from ..sm80 import dbias
+from ..sm80 import capture_gradients, dbias
 from .kernels import (
     BIAS_BY_TMA,
     STORED_GRADIENT,
@@ -147,6 +147,7 @@ def backward(
         launch=functools.partial(PersistentLaunch, card=card),
         bias_gradient=dbias.plan(problem, kind, card, wanted),
         stores_dbias=main.stores_dbias,
+        capture_gradients=capture_gradients.plan(problem, kind, wanted),
     )
 
 
