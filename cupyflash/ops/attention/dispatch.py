@@ -35,6 +35,7 @@ from .planning import backward_plan, forward_plan
 from .preparation import BACKWARD_TENSORS, TENSORS, check_library, prepared, split_extras
 from .problem import Problem
 
+NOT_ARRAYS = (int, float, Carried)  # what captures may be beside arrays
 LENGTHS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}
 
 _forward_plans = Plans(wide=3)
@@ -68,7 +69,9 @@ def forward(
         bias_aligned, sinks = _extra_alignment(library, arrays[3:])
     settings = environment.current()
     plans = _forward_plans if options[MAX_SEQLENS] is None else _packed_forward_plans
-    given, numbers = (arrays, {}) if text_of(options) is None else _without_numbers(arrays)
+    given, numbers = arrays, {}
+    if text_of(options) is not None:
+        given, numbers = _without_numbers(arrays, len(TENSORS) + NUM_EXTRAS)
     key, pointers = plans.key(library, given, (options, settings.backend, bias_aligned))
     plan = plans.get(key)
     if plan is None or settings.debug:
@@ -123,7 +126,9 @@ def backward(
     settings = environment.current()
     plans = _backward_plans if options[MAX_SEQLENS] is None else _packed_backward_plans
     asked = (options, settings.backend, bias_aligned, deterministic, bias_grad)
-    given, numbers = (arrays, {}) if text_of(options) is None else _without_numbers(arrays)
+    given, numbers = arrays, {}
+    if text_of(options) is not None:
+        given, numbers = _without_numbers(arrays, len(BACKWARD_TENSORS) + NUM_EXTRAS)
     key, pointers = plans.key(library, given, asked)
     plan = plans.get(key)
     if plan is None or settings.debug:
@@ -189,13 +194,22 @@ def _backward_plan(
     return backward_plan(function, problem, library, views, options, deterministic, bias_grad)
 
 
-def _without_numbers(arrays: tuple) -> tuple[tuple, dict[int, Any]]:
+def _without_numbers(arrays: tuple, first: int) -> tuple[tuple, dict[int, Any]]:
     """The arrays with None where there are numbers or found tiles, and a dictionary of the latter.
 
     Its keys are their places.
+
+    Args:
+        first: the place of the first capture.
     """
-    numbers = {place: x for place, x in enumerate(arrays) if isinstance(x, int | float | Carried)}
-    return tuple(None if place in numbers else x for place, x in enumerate(arrays)), numbers
+    captures = enumerate(arrays[first:], first)
+    numbers = {place: x for place, x in captures if isinstance(x, NOT_ARRAYS)}
+    if not numbers:
+        return arrays, numbers
+    given = list(arrays)
+    for place in numbers:
+        given[place] = None
+    return tuple(given), numbers
 
 
 def _checked(

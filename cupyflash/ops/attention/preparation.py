@@ -43,9 +43,10 @@ def prepared(
         return arrays
     extras, text = arrays[len(names) :], text_of(options)
     if text is not None:
-        named = zip(text.captures, extras[NUM_EXTRAS:])
-        of_arrays = {capture.name: x for capture, x in named if not capture.is_number}
-        require_library(function, library, of_arrays, caller_name(function, "q"))
+        for capture, x in zip(text.captures, extras[NUM_EXTRAS:]):
+            if type(x) is not kind and not capture.is_number:
+                named = {capture.name: x}
+                require_library(function, library, named, caller_name(function, "q"))
     if extras and extras[SLOPES] is not None and library.wants_gradient(extras[SLOPES]):
         refuse_slopes(function)
     return arrays
@@ -66,8 +67,9 @@ def with_seed(
 ) -> tuple[Array | None, ...]:
     """The arrays of a call, with one for the seed if there is dropout, without seed otherwise."""
     num, dropout_p = len(names), options[DROPOUT_P]
-    if len(arrays) == num and not dropout_p:
-        return arrays
+    if not dropout_p and (len(arrays) == num or arrays[num + DROPOUT_SEED] is None):
+        plain = text_of(options) is None and all(x is None for x in arrays[num:])
+        return arrays[:num] if plain else arrays
     extras, captures = Extras(*arrays[num:][:NUM_EXTRAS]), arrays[num + NUM_EXTRAS :]
     seed = extras.dropout_seed
     if seed is not None or dropout_p:

@@ -117,8 +117,12 @@ def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launch of the forward pass; where tiles are few, blocks may share the keys of each."""
     if kind.features.text and tile is None:
-        kernel_of = functools.partial(forward_kernel, kind)
-        tile = fitting_tile(text_tiles(kind), kernel_of, kind.capability)
+
+        def launched(tile: Tile) -> FlashFwdSm90:
+            main, splits = few_tiles.choose([forward_kernel(kind, tile)], problem, card)
+            return split_kernels(main)[0] if splits > 1 else main
+
+        tile = fitting_tile(text_tiles(kind), launched, kind.capability)
     mains = [forward_kernel(kind, x) for x in ([tile] if tile else _built_in_tiles(kind))]
     main, splits = few_tiles.choose(mains, problem, card)
     launch = functools.partial(PersistentLaunch, card=card)
