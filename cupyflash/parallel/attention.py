@@ -1,11 +1,7 @@
 """`attention` of packed sequences whose tokens are divided among the ranks of a `Shard`."""
 
-import functools
-import logging
-from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -15,20 +11,10 @@ from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
 from .agreement import ERRORS, agree
 from .checks import Call, checked, refuse_not_built
-from .copied import MOST_BYTES, CopiedKeys
-from .copied_heads import CopiedHeads
-from .exchange import calls, exchange
-from .gathered import GatheredKeys
-from .heads import Heads, join_heads, numbered, split_heads, whole_sequences
-from .over_keys import AttentionOverKeys, Keys
-from .peers import peers_of
-from .pieces import FUNCTION, DeviceCall
-from .routes import routes
+from .moves import kept, moved
+from .pieces import FUNCTION
 from .shard import Shard
 from .sharded import sharding_of
-from .transport import Team
-
-logger = logging.getLogger("cupyflash")
 
 
 def attention(
@@ -139,7 +125,7 @@ def _call(
     elif error is not None:
         with shard.failures.reported(FUNCTION):
             raise error
-    out, lse = _moved(q, k, v, shard, call, extras, return_lse)
+    out, lse = moved(q, k, v, shard, call, extras, return_lse)
     if sharding is None:
         return out, lse
     return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)
@@ -157,94 +143,7 @@ def _checked(
         for x in tensors
     )
     key = "checked", options, move, torch.is_grad_enabled(), *facts
-    return _kept(shard, key, lambda: checked(q, k, v, shard, options, extras, move))
-
-
-def _moved(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, call: Call, extras: Extras, need_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of a checked call; None for an LSE that nobody needs."""
-    across, along = {
-        "heads": (shard.teams[0], Team()),
-        "keys": (Team(), shard.teams[0]),
-    }.get(call.move, (shard.teams[0], shard.teams[-1]))
-    heads = _heads(shard, across, q.device) if across.size > 1 else None
-    if heads is not None:
-        q, k, v = split_heads(heads, q, k, v)
-        mine = slice(across.rank * q.shape[1], (across.rank + 1) * q.shape[1])
-        slopes, sinks = (
-            None if x is None else x[..., mine] for x in (extras.alibi_slopes, extras.sinks)
-        )
-        extras = extras._replace(alibi_slopes=slopes, sinks=sinks)
-    if along.size == 1:
-        lengths, slopes = shard.lengths, extras.alibi_slopes
-        if call.options["dropout_p"] and across.size > 1:
-            lengths = numbered(lengths, across)
-            if slopes is not None and slopes.dim() == 2:
-                extras = extras._replace(alibi_slopes=slopes.repeat_interleave(across.size, 0))
-        make = functools.partial(_ends, lengths)
-        ends = shard.on(q.device, ("cu_seqlens", len(lengths)), make)
-        out, lse = whole_sequences(q, k, v, lengths, ends, call.options, extras)
-    else:
-        keys = _keys(shard, across.size, along, call, k, v)
-        group = keys.way.heads_at_once(k, v)
-        options = {x: call.options[x] for x in ("scale", "softcap", "deterministic", "precision")}
-        arrays = (q, k, v, extras.alibi_slopes, extras.sinks)
-        out, lse = AttentionOverKeys.apply(*arrays, keys, options, group)
-    if heads is not None:
-        out = join_heads(heads, out)
-        lse = join_heads(heads, lse.t()).t() if need_lse else None
-    return out, lse
-
-
-def _heads(shard: Shard, team: Team, device: torch.device) -> Heads | CopiedHeads:
-    """The way between tokens and heads in the team of this rank."""
-    first = shard.rank - team.rank
-
-    def make() -> Heads | CopiedHeads:
-        ranks, peers = range(first, first + team.size), peers_of(team, device)
-        if peers is None:
-            indices = [shard.tokens.index(rank) for rank in ranks]
-            return Heads.of(team, shard.failures, indices, device)
-        whole = shard.tokens.teams(team.size).runs(first // team.size)
-        runs = [shard.tokens.runs(rank) for rank in ranks]
-        return CopiedHeads(team, shard.failures, peers, whole, runs)
-
-    return _kept(shard, ("heads", team.size, device), make)
-
-
-def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor) -> Keys:
-    """The calls of this rank, and the way of the keys between teams of ``size`` ranks."""
-    tokens, device = shard.tokens.teams(size), k.device
-    key = size, call.band, device
-
-    def copied() -> CopiedKeys | None:
-        peers = peers_of(team, device)
-        rows = [int(x.cu_seqlens_k[-1]) for x in mine]
-        return peers and CopiedKeys(team, shard.failures, peers, routes(tokens, call.band), rows)
-
-    def gathered() -> GatheredKeys:
-        plan = exchange(tokens, team.rank, call.band)
-        logger.debug("%s: %s of %s, %s", FUNCTION, call.move, shard, plan.kind)
-        return GatheredKeys.of(team, shard.failures, plan, [x.keys for x in mine], device)
-
-    mine = _kept(shard, ("calls", *key), lambda: calls(tokens, team.rank, call.band))
-    way = _kept(shard, ("copied", *key), copied)
-    if way is None or way.size(k, v) > MOST_BYTES:
-        way = _kept(shard, ("gathered", *key), gathered)
-    made = _kept(shard, ("device", *key), lambda: [DeviceCall.of(x, device) for x in mine])
-    return Keys(made, way)
-
-
-def _kept(shard: Shard, key: tuple, make: Callable[[], Any]) -> Any:
-    if key not in shard.kept:
-        shard.kept[key] = make()
-    return shard.kept[key]
-
-
-def _ends(lengths: tuple[int, ...]) -> numpy.ndarray:
-    """int32 (sequences + 1,), where the sequences begin, and the end of the last."""
-    return numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32)
+    return kept(shard, key, lambda: checked(q, k, v, shard, options, extras, move))
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Any, ...]:
