@@ -1,6 +1,8 @@
 """`attention` of packed sequences whose tokens are divided among the ranks of a `Shard`."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,10 @@ from .moves import kept, moved
 from .pieces import FUNCTION
 from .shard import Shard
 from .sharded import sharding_of
+from .texts import text_of
+
+if TYPE_CHECKING:
+    from ..ops.attention.score_text.scores import Mask, Score
 
 
 def attention(
@@ -29,6 +35,8 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -57,6 +65,9 @@ def attention(
             tokens, so that "top-left" and "bottom-right" mean the same.
         alibi_slopes: float32 (heads_q,) or (sequences, heads_q).
         sinks: (heads_q,), float32 or dtype of q, the same on all ranks.
+        score, mask: as in `cupyflash.attention`, of the numbers of sequence and head among all, and
+            of places in the whole sequence. What they read is the same on all ranks, and each has
+            its part of the gradient, as of sinks. A BlockMask is refused.
         dropout_p, dropout_seed: as there, where only heads travel; an equal seed on all ranks drops
             what it drops on one. Without a seed each rank draws one for its heads.
         return_lse: return (out, lse); lse float32 (heads_q, tokens of this rank), differentiable.
@@ -85,7 +96,7 @@ def attention(
         "dropout_p": dropout_p, "deterministic": deterministic, "precision": precision,
     }  # fmt: skip
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
-    arguments = (q, k, v, shard, options, extras, return_lse, move, not_built)
+    arguments = (q, k, v, shard, options, extras, score, mask, return_lse, move, not_built)
     if compiling():
         from ..runtime.torch_graphs import eagerly  # which imports much that few need
 
@@ -102,48 +113,63 @@ def _call(
     shard: Shard,
     options: dict[str, Any],
     extras: Extras,
+    score: Any,
+    mask: Any,
     return_lse: bool,
     move: str,
     not_built: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     call = error = sharding = None
+    captures: tuple = ()
     try:
         refuse_not_built(not_built)
         return_lse = plain_flag(FUNCTION, "return_lse", return_lse)
-        plain = Options(*plain_options(FUNCTION, **options))
+        text, captures = text_of(score, mask)
+        plain = Options(*plain_options(FUNCTION, **options), text)
         sharding = sharding_of(shard, q, k, v)
         if sharding is not None:
             q, k, v = (x.to_local() for x in (q, k, v))
         q, k, v, extras = _autocast(q, k, v, extras)
-        call = _checked(q, k, v, shard, plain, extras, move)
+        call = _checked(q, k, v, shard, plain, extras, move, captures)
     except ERRORS as raised:
         error = raised
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v))
     if not (on_gpu and shard.agreed) or environment.current().debug:
-        agree(FUNCTION, shard.teams, shard.failures, f"{call}, return_lse={return_lse}", error)
+        numbers = [x for x in captures if not isinstance(x, Tensor)]
+        facts = f"{call}, return_lse={return_lse}, numbers {numbers}"
+        agree(FUNCTION, shard.teams, shard.failures, facts, error)
         shard.agreed = True
     elif error is not None:
         with shard.failures.reported(FUNCTION):
             raise error
-    out, lse = moved(q, k, v, shard, call, extras, return_lse)
+    out, lse = moved(q, k, v, shard, call, extras, captures, return_lse)
     if sharding is None:
         return out, lse
     return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, options: Options, extras: Extras, move: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: Shard,
+    options: Options,
+    extras: Extras,
+    move: str,
+    captures: tuple,
 ) -> Call:
     """`checked`, once for calls that are alike."""
-    tensors = (q, k, v, *extras)
-    if not all(x is None or isinstance(x, Tensor) for x in tensors) or not isinstance(move, str):
-        return checked(q, k, v, shard, options, extras, move)
+    given = (q, k, v, *extras)
+    make = functools.partial(checked, q, k, v, shard, options, extras, move, captures)
+    if not all(x is None or isinstance(x, Tensor) for x in given) or not isinstance(move, str):
+        return make()
     facts = (
-        x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-        for x in tensors
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+        if isinstance(x, Tensor)
+        else type(x)
+        for x in (*given, *captures)
     )
-    key = "checked", options, move, torch.is_grad_enabled(), *facts
-    return kept(shard, key, lambda: checked(q, k, v, shard, options, extras, move))
+    return kept(shard, ("checked", options, move, torch.is_grad_enabled(), *facts), make)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..ops.attention.checks import check
 from ..ops.attention.options import Extras, Options
+from ..ops.attention.score_text import Text
 from ..runtime.checks import short
 from ..runtime.lookup import library_of
 from ..runtime.philox import is_number, require_seed_array, seed_array
@@ -14,6 +15,7 @@ from . import choice
 from .exchange import share
 from .pieces import FUNCTION
 from .shard import Shard
+from .texts import views_of
 from .tokens import Band
 
 LIBRARY = library_of(torch.empty(0))
@@ -37,7 +39,9 @@ class Call(NamedTuple):
         heads: of q and of k.
         dims: of q and k, and of v.
         dtype: of q, k and v.
-        extras: the seed, or whether there is none; the shapes and dtypes of the optional arrays.
+        text: of the score and the mask.
+        extras: the seed, or whether there is none; the shapes and dtypes of the optional arrays
+            and of what the text reads.
         sequences: of the shard.
         gradient: whether a backward pass may follow.
     """
@@ -48,15 +52,26 @@ class Call(NamedTuple):
     heads: tuple[int, int]
     dims: tuple[int, int]
     dtype: torch.dtype
+    text: Text | None
     extras: list[Any]
     sequences: int
     gradient: bool
 
 
 def checked(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, options: Options, extras: Extras, move: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: Shard,
+    options: Options,
+    extras: Extras,
+    move: str,
+    captures: tuple = (),
 ) -> Call:
     """The facts of a call.
+
+    Args:
+        captures: what the text of the options reads.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `parallel.attention` says.
@@ -81,14 +96,15 @@ def checked(
         given["alibi_slopes"] = slopes[0] if len(slopes) else slopes.new_empty(slopes.shape[1])
     views = {name: LIBRARY.view(x[None] if name in "qkv" else x) for name, x in given.items()}
     tensors = {name: views.pop(name) for name in "qkv"}
-    check(FUNCTION, tensors, options, views)
+    check(FUNCTION, tensors, options, views, views_of(options.text, captures, LIBRARY))
     if is_number(seed):
         seed_array(FUNCTION, LIBRARY, torch.empty(0), seed, options.dropout_p)
     elif seed is not None:
         require_seed_array(FUNCTION, LIBRARY, q, seed)
     band = _band(options)
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
-    tensors = [x for x in (q, k, v, extras.sinks) if x is not None]
+    read = [x for x in captures if isinstance(x, Tensor)]
+    tensors = [x for x in (q, k, v, extras.sinks, *read) if x is not None]
     kept = options._asdict()
     del kept["layout"], kept["max_seqlens"], kept["text"]
     return Call(
@@ -98,8 +114,9 @@ def checked(
         heads,
         dims,
         q.dtype,
+        options.text,
         [seed if is_number(seed) else seed is None]
-        + [None if x is None else (tuple(x.shape), x.dtype) for x in (slopes, extras.sinks)],
+        + [None if x is None else (tuple(x.shape), x.dtype) for x in (slopes, extras.sinks, *read)],
         len(shard.lengths),
         torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
     )
@@ -164,6 +181,8 @@ def _wholes(options: Options, band: Band, slopes: Tensor | None) -> str:
     if options.dropout_p:
         fact = "dropout_p where keys travel must be 0, as the kernels number the queries of a part "
         return f"{fact}from 0 and would drop other weights than one rank does"
+    if options.text is not None:
+        return "score and mask where keys travel must be None"
     if slopes is not None and band.right != 0:
         return "alibi_slopes where keys travel must come with causal=True"
     return ""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention.options import Extras
+from ..ops.attention.score_text.pieces import SEQUENCE
 from .checks import Call
 from .copied import MOST_BYTES, CopiedKeys
 from .copied_heads import CopiedHeads
@@ -21,13 +22,21 @@ from .peers import peers_of
 from .pieces import FUNCTION, DeviceCall
 from .routes import routes
 from .shard import Shard
+from .texts import CallText
 from .transport import Team
 
 logger = logging.getLogger("cupyflash")
 
 
 def moved(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, call: Call, extras: Extras, need_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: Shard,
+    call: Call,
+    extras: Extras,
+    captures: tuple,
+    need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of a checked call; None for an LSE that nobody needs."""
     across, along = {
@@ -35,22 +44,17 @@ def moved(
         "keys": (Team(), shard.teams[0]),
     }.get(call.move, (shard.teams[0], shard.teams[-1]))
     heads = _heads(shard, across, q.device) if across.size > 1 else None
+    first_head = across.rank * (q.shape[1] // across.size)
+    text = None if call.text is None else CallText(call.text, captures, first_head)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
-        mine = slice(across.rank * q.shape[1], (across.rank + 1) * q.shape[1])
+        mine = slice(first_head, first_head + q.shape[1])
         slopes, sinks = (
             None if x is None else x[..., mine] for x in (extras.alibi_slopes, extras.sinks)
         )
         extras = extras._replace(alibi_slopes=slopes, sinks=sinks)
     if along.size == 1:
-        lengths, slopes = shard.lengths, extras.alibi_slopes
-        if call.options["dropout_p"] and across.size > 1:
-            lengths = numbered(lengths, across)
-            if slopes is not None and slopes.dim() == 2:
-                extras = extras._replace(alibi_slopes=slopes.repeat_interleave(across.size, 0))
-        make = functools.partial(_ends, lengths)
-        ends = shard.on(q.device, ("cu_seqlens", len(lengths)), make)
-        out, lse = whole_sequences(q, k, v, lengths, ends, call.options, extras)
+        out, lse = _whole(q, k, v, shard, across, call, extras, text)
     else:
         keys = _keys(shard, across.size, along, call, k, v)
         group = keys.way.heads_at_once(k, v)
@@ -61,6 +65,32 @@ def moved(
         out = join_heads(heads, out)
         lse = join_heads(heads, lse.t()).t() if need_lse else None
     return out, lse
+
+
+def _whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: Shard,
+    team: Team,
+    call: Call,
+    extras: Extras,
+    text: CallText | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of whole sequences, with the heads that this rank of a team has."""
+    lengths, slopes = shard.lengths, extras.alibi_slopes
+    counted = bool(call.options["dropout_p"]) and team.size > 1
+    if counted:
+        lengths = numbered(lengths, team)
+        if slopes is not None and slopes.dim() == 2:
+            extras = extras._replace(alibi_slopes=slopes.repeat_interleave(team.size, 0))
+    of_call = None
+    if text is not None:
+        make = functools.partial(_sequences, len(lengths), team.size)
+        pieces = shard.on(q.device, ("sequences", len(lengths)), make) if counted else None
+        of_call = text.of({"head": team.size > 1, "batch": counted}, pieces)
+    ends = shard.on(q.device, ("cu_seqlens", len(lengths)), functools.partial(_ends, lengths))
+    return whole_sequences(q, k, v, lengths, ends, call.options, extras, of_call)
 
 
 def _heads(shard: Shard, team: Team, device: torch.device) -> Heads | CopiedHeads:
@@ -111,3 +141,10 @@ def kept(shard: Shard, key: tuple, make: Callable[[], Any]) -> Any:
 def _ends(lengths: tuple[int, ...]) -> numpy.ndarray:
     """int32 (sequences + 1,), where the sequences begin, and the end of the last."""
     return numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32)
+
+
+def _sequences(count: int, size: int) -> numpy.ndarray:
+    """The pieces of `numbered` lengths, of which ``size`` stand for a sequence."""
+    pieces = numpy.zeros((3, count), numpy.int32)
+    pieces[SEQUENCE] = numpy.arange(count) // size
+    return pieces

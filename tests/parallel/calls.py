@@ -79,14 +79,14 @@ def on_gpu(given):
 
 
 def whole(results, total):
-    """The results of all ranks together, in the order of the tokens; gradients of sinks add up."""
+    """The results of all ranks together, in the order of the tokens; those of weights add up."""
     indices, parts = zip(*results, strict=True)
     order = torch.cat(indices)
     assert order.sort().values.tolist() == list(range(total))
     joined = {}
     for name in parts[0]:
         rows = [part[name] for part in parts]
-        if name == "dsinks":
+        if name == "dsinks" or name.removeprefix("d").isdigit():
             joined[name] = torch.stack(rows).sum(0)
             continue
         joined[name] = torch.empty(total, *rows[0].shape[1:], dtype=rows[0].dtype)

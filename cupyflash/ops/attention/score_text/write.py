@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from .capture import PIECES
 from .parse import PRECEDENCE
 from .tree import BITWISE, COMPARISONS, Kind, Node
 
@@ -89,6 +90,9 @@ class _Writer:
             return f"distance({', '.join(names)})"
         if x.op == "literal" and abs(x.value) <= 2**24:
             return f"{float(x.value)!r}f"
+        if x.op in ("+", "-") and x.args[1].value == PIECES:  # a number of the whole tile
+            distance = self.of_distance(x.args[0])
+            return distance and f"({distance} {x.op} float({self.write(x.args[1], 0)}))"
         parts = [self.of_distance(y) for y in x.args]
         if x.op not in ("neg", "abs", "min", "max", "clamp") or None in parts:
             return None

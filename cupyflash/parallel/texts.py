@@ -1,0 +1,72 @@
+"""Scores and masks of the caller's own, in calls that have some of the heads, or pieces.
+
+A call counts from 0 what it has; `score_text.pieces` makes a text of it that counts among all.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..ops.attention.score_text import Text
+from ..ops.attention.score_text.block_mask import is_block_mask
+from ..ops.attention.score_text.pieces import of_pieces, values_of_pieces
+from ..ops.attention.score_text.scores import written
+from ..runtime.array import View
+from ..runtime.checks import short
+from ..runtime.lookup import library_of
+from ..runtime.operation import Carried
+from .pieces import FUNCTION
+
+
+def text_of(score: Any, mask: Any) -> tuple[Text | None, tuple]:
+    """(the text of both arguments, the arrays and numbers that it reads).
+
+    Raises:
+        As `cupyflash.Score`; NotImplementedError: a BlockMask.
+    """
+    if score is mask is None:
+        return None, ()
+    if is_block_mask(mask):
+        fact = "mask cannot be a BlockMask, allowed is its mask_mod"
+        raise NotImplementedError(f"{FUNCTION}: {fact}, got one of shape {mask.shape}")
+    text, captures = written(FUNCTION, score, mask)
+    # The tiles that a mask remembers are those of all its heads and queries, not of some.
+    return text, tuple(x for x in captures if not isinstance(x, Carried))
+
+
+def views_of(text: Text | None, captures: tuple, library: Any) -> tuple[View | None, ...]:
+    """Views of what a text reads, None for numbers.
+
+    Raises:
+        TypeError: an array that is no torch tensor.
+    """
+    views = []
+    for capture, x in zip(text.captures if text else (), captures, strict=True):
+        if not capture.is_number and library_of(x) is not library:
+            fact = f"{capture.name}, which the score or mask reads, must be a torch tensor"
+            raise TypeError(f"{FUNCTION}: {fact}, got {short(x)}")
+        views.append(None if capture.is_number else library.view(x))
+    return tuple(views)
+
+
+class CallText(NamedTuple):
+    """A text with what it reads, for some of the heads.
+
+    Attributes:
+        heads: the number of the first one.
+    """
+
+    text: Text
+    captures: tuple
+    first_head: int = 0
+
+    def of(self, names: Mapping[str, bool], pieces: Tensor | None = None) -> tuple[Text, tuple]:
+        """The text of one call, and what it reads.
+
+        Args:
+            names: whether the call counts these variables from elsewhere (`of_pieces`).
+            pieces: where its sequences begin (`values_of_pieces`).
+        """
+        text = of_pieces(self.text, frozenset(x for x, moved in names.items() if moved))
+        return text, values_of_pieces(text, self.captures, pieces, self.first_head)

@@ -1,0 +1,44 @@
+"""Scores and masks of the caller's own over the tokens of several processes."""
+
+import calls
+import pytest
+import texts
+
+from cupyflash.testing import expected
+
+LENGTHS = ([61], [37, 5, 70, 1])
+OPTIONS = [{}, {"causal": True}, {"window": (9, 4)}, {"causal": True, "window": (12, 0)}]
+
+
+def cases():
+    """((lengths, dtype, heads, head_dim, options), text), each text with every options."""
+    dtypes, heads = ("float32", "bfloat16"), ((4, 4), (8, 2))
+    for i, name in enumerate(texts.TEXTS):
+        for j, options in enumerate(OPTIONS):
+            shape = (LENGTHS[(i + j) % 2], dtypes[(i + j) // 2 % 2], heads[i % 2], 16, options)
+            yield shape, name
+
+
+@pytest.mark.parametrize("size", ["two", "four"])
+def test_forward_and_backward(size, request):
+    """Every text with every move; gradients of what it reads add up over the ranks."""
+    ranks, moves = request.getfixturevalue(size), ["heads"]
+    if size == "four":
+        moves += [(1, 4)]
+    for arguments, name in cases():
+        right = texts.expected(arguments, name)
+        for move in moves:
+            results = ranks.run(texts.forward_backward, arguments, name, move)
+            right.check(**calls.whole(results, sum(arguments[0])))
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_beside_other_options(lengths, two, four):
+    """A text that stands for ALiBi, with sinks, and dropout of what one process drops."""
+    options = {"alibi": 2, "sinks": True, "dropout_p": 0.3, "dropout_seed": 11, "window": (20, 7)}
+    arguments = (lengths, "float32", (8, 4), 16, options)
+    inputs, arrays = calls.problem(*arguments)
+    right = expected(inputs, **arrays)
+    for ranks, move in ((two, "heads"), (four, "heads"), (four, (1, 4))):
+        results = ranks.run(texts.forward_backward, arguments, "alibi", move)
+        right.check(**calls.whole(results, sum(lengths)))
