@@ -10,6 +10,7 @@ import functools
 
 import numpy
 
+from ..ops.attention.score_text.pieces import SEQUENCE
 from .tokens import Band, Pieces, Tokens, ranges, union
 
 MOST_TO_SEND = 0.5  # `share` up to which an all-to-all pays: attention hides an all-gather better
@@ -128,7 +129,8 @@ class Call:
         first: int64 (pieces,), the number of the first key of each piece; the others follow it.
         cu_seqlens_q, cu_seqlens_k: int32 (pieces + 1).
         longest: the longest piece of queries, and of keys.
-        sequences: int64 (pieces,), the sequence of each piece.
+        places: int32 (3, pieces), the positions of the first query and the first key of each piece
+            in its sequence, and the number of that.
         window: of the call, None for no limit. Its diagonal ends at the last key, which lies
             further right than the last query where queries see keys to their right.
     """
@@ -138,8 +140,13 @@ class Call:
     cu_seqlens_q: numpy.ndarray
     cu_seqlens_k: numpy.ndarray
     longest: tuple[int, int]
-    sequences: numpy.ndarray
+    places: numpy.ndarray
     window: tuple[int | None, int | None] | None
+
+    @property
+    def sequences(self) -> numpy.ndarray:
+        """int32 (pieces,), the sequence of each piece."""
+        return self.places[SEQUENCE]
 
     @property
     def keys(self) -> numpy.ndarray:
@@ -172,7 +179,7 @@ def calls(tokens: Tokens, rank: int, band: Band) -> list[Call]:
                 _cumulative(some),
                 _cumulative(keys),
                 (_longest(some), _longest(keys)),
-                some.sequence,
+                numpy.stack([some.begin, keys.begin, some.sequence]).astype(numpy.int32),
                 window,
             )
         )

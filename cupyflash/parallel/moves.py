@@ -45,7 +45,9 @@ def moved(
     }.get(call.move, (shard.teams[0], shard.teams[-1]))
     heads = _heads(shard, across, q.device) if across.size > 1 else None
     first_head = across.rank * (q.shape[1] // across.size)
-    text = None if call.text is None else CallText(call.text, captures, first_head)
+    text = None
+    if call.text is not None:
+        text = CallText(call.text, captures, _names(call, across, along), first_head)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
         mine = slice(first_head, first_head + q.shape[1])
@@ -60,11 +62,30 @@ def moved(
         group = keys.way.heads_at_once(k, v)
         options = {x: call.options[x] for x in ("scale", "softcap", "deterministic", "precision")}
         arrays = (q, k, v, extras.alibi_slopes, extras.sinks)
-        out, lse = AttentionOverKeys.apply(*arrays, keys, options, group)
+        text = text and text._replace(captures=())
+        out, lse = AttentionOverKeys.apply(*arrays, keys, options, group, text, *captures)
     if heads is not None:
         out = join_heads(heads, out)
         lse = join_heads(heads, lse.t()).t() if need_lse else None
     return out, lse
+
+
+def _names(call: Call, across: Team, along: Team) -> frozenset[str]:
+    """The variables of a text that the calls of a move count from elsewhere.
+
+    Args:
+        across, along: the teams between which heads and keys travel.
+    """
+    if along.size == 1:
+        moved = {"head": across.size > 1, "batch": _counted(call, across)}
+    else:  # the keys of a piece begin at 0 where nothing limits them
+        moved = {"head": True, "batch": True, "query": True, "key": call.band.left is not None}
+    return frozenset(name for name, is_moved in moved.items() if is_moved)
+
+
+def _counted(call: Call, team: Team) -> bool:
+    """Whether lengths must be `numbered`."""
+    return bool(call.options["dropout_p"]) and team.size > 1
 
 
 def _whole(
@@ -79,7 +100,7 @@ def _whole(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of whole sequences, with the heads that this rank of a team has."""
     lengths, slopes = shard.lengths, extras.alibi_slopes
-    counted = bool(call.options["dropout_p"]) and team.size > 1
+    counted = _counted(call, team)
     if counted:
         lengths = numbered(lengths, team)
         if slopes is not None and slopes.dim() == 2:
@@ -88,7 +109,7 @@ def _whole(
     if text is not None:
         make = functools.partial(_sequences, len(lengths), team.size)
         pieces = shard.on(q.device, ("sequences", len(lengths)), make) if counted else None
-        of_call = text.of({"head": team.size > 1, "batch": counted}, pieces)
+        of_call = text.of(pieces)
     ends = shard.on(q.device, ("cu_seqlens", len(lengths)), functools.partial(_ends, lengths))
     return whole_sequences(q, k, v, lengths, ends, call.options, extras, of_call)
 

@@ -3,7 +3,6 @@
 A call counts from 0 what it has; `score_text.pieces` makes a text of it that counts among all.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -51,22 +50,27 @@ def views_of(text: Text | None, captures: tuple, library: Any) -> tuple[View | N
 
 
 class CallText(NamedTuple):
-    """A text with what it reads, for some of the heads.
+    """A text with what it reads, for calls of some of the heads.
 
     Attributes:
-        heads: the number of the first one.
+        names: the variables that these calls count from elsewhere (`of_pieces`).
+        first_head: the number of the first head of a call.
     """
 
     text: Text
     captures: tuple
-    first_head: int = 0
+    names: frozenset[str]
+    first_head: int
 
-    def of(self, names: Mapping[str, bool], pieces: Tensor | None = None) -> tuple[Text, tuple]:
+    def of(self, pieces: Tensor | None) -> tuple[Text, tuple]:
         """The text of one call, and what it reads.
 
         Args:
-            names: whether the call counts these variables from elsewhere (`of_pieces`).
-            pieces: where its sequences begin (`values_of_pieces`).
+            pieces: where the sequences of the call begin (`values_of_pieces`).
         """
-        text = of_pieces(self.text, frozenset(x for x, moved in names.items() if moved))
+        text = of_pieces(self.text, self.names)
         return text, values_of_pieces(text, self.captures, pieces, self.first_head)
+
+    def of_heads(self, first: int) -> "CallText":
+        """The same for a call whose heads begin at this one of those of this."""
+        return self._replace(first_head=self.first_head + first)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cupyflash
+from cupyflash.ops.attention.options import NO_EXTRAS
 from cupyflash.parallel import pieces
 from cupyflash.parallel.choice import LEAST_BYTES, choose, heads_at_once, heads_bytes, heads_divide
 from cupyflash.parallel.exchange import calls as calls_of
@@ -114,8 +115,8 @@ def test_eight_ranks_in_one_process(options, band):
         pairs = [arrived[x].split(16, dim=2) for x in rows]
         device_calls = [pieces.DeviceCall.of(x, keys.device) for x in made]
         q, dout = inputs.q[index], inputs.dout[index]
-        out, lse = pieces.forward(device_calls, q, pairs, {}, None, None)
-        dq, found, _ = pieces.backward(device_calls, dout, q, pairs, out, lse, None, {}, None, None)
+        out, lse = pieces.forward(device_calls, q, pairs, {}, NO_EXTRAS)
+        dq, found, _ = pieces.backward(device_calls, dout, q, pairs, out, lse, None, {}, NO_EXTRAS)
         for some, gradients in zip(rows, found, strict=True):
             sums.index_add_(0, numbers[some], torch.cat(gradients, dim=2))
         results.append((index, {"out": out, "lse": lse.t(), "dq": dq}))

@@ -4,6 +4,7 @@ import calls
 import pytest
 import texts
 
+from cupyflash.parallel.choice import LEAST_BYTES
 from cupyflash.testing import expected
 
 LENGTHS = ([61], [37, 5, 70, 1])
@@ -22,13 +23,14 @@ def cases():
 @pytest.mark.parametrize("size", ["two", "four"])
 def test_forward_and_backward(size, request):
     """Every text with every move; gradients of what it reads add up over the ranks."""
-    ranks, moves = request.getfixturevalue(size), ["heads"]
+    ranks, moves = request.getfixturevalue(size), ["heads", "keys"]
     if size == "four":
-        moves += [(1, 4)]
-    for arguments, name in cases():
+        moves += [(1, 4), (2, 2), (4, 1)]
+    for number, (arguments, name) in enumerate(cases()):
         right = texts.expected(arguments, name)
         for move in moves:
-            results = ranks.run(texts.forward_backward, arguments, name, move)
+            least = (1, LEAST_BYTES)[number // 2 % 2]
+            results = ranks.run(texts.forward_backward, arguments, name, move, least)
             right.check(**calls.whole(results, sum(arguments[0])))
 
 
