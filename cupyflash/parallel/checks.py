@@ -181,6 +181,4 @@ def _wholes(options: Options, band: Band, slopes: Tensor | None) -> str:
     if options.dropout_p:
         fact = "dropout_p where keys travel must be 0, as the kernels number the queries of a part "
         return f"{fact}from 0 and would drop other weights than one rank does"
-    if slopes is not None and band.right != 0:
-        return "alibi_slopes where keys travel must come with causal=True"
     return ""

@@ -22,7 +22,7 @@ from .peers import peers_of
 from .pieces import FUNCTION, DeviceCall
 from .routes import routes
 from .shard import Shard
-from .texts import CallText
+from .texts import CallText, with_alibi
 from .transport import Team
 
 logger = logging.getLogger("cupyflash")
@@ -45,9 +45,13 @@ def moved(
     }.get(call.move, (shard.teams[0], shard.teams[-1]))
     heads = _heads(shard, across, q.device) if across.size > 1 else None
     first_head = across.rank * (q.shape[1] // across.size)
+    of_call, options, slopes = call.text, call.options, extras.alibi_slopes
+    if along.size > 1 and slopes is not None and call.band.right != 0:
+        of_call, captures = with_alibi(of_call, captures, slopes, options["softcap"])
+        extras, options = extras._replace(alibi_slopes=None), options | {"softcap": 0.0}
     text = None
-    if call.text is not None:
-        text = CallText(call.text, captures, _names(call, across, along), first_head)
+    if of_call is not None:
+        text = CallText(of_call, captures, _names(call, across, along), first_head)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
         mine = slice(first_head, first_head + q.shape[1])
@@ -60,7 +64,7 @@ def moved(
     else:
         keys = _keys(shard, across.size, along, call, k, v)
         group = keys.way.heads_at_once(k, v)
-        options = {x: call.options[x] for x in ("scale", "softcap", "deterministic", "precision")}
+        options = {x: options[x] for x in ("scale", "softcap", "deterministic", "precision")}
         arrays = (q, k, v, extras.alibi_slopes, extras.sinks)
         text = text and text._replace(captures=())
         out, lse = AttentionOverKeys.apply(*arrays, keys, options, group, text, *captures)

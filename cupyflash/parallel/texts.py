@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..ops.attention.score_text import Text
+from ..ops.attention.score_text import Capture, Text
 from ..ops.attention.score_text.block_mask import is_block_mask
+from ..ops.attention.score_text.encode import joined
 from ..ops.attention.score_text.pieces import of_pieces, values_of_pieces
 from ..ops.attention.score_text.scores import written
 from ..runtime.array import View
@@ -47,6 +48,30 @@ def views_of(text: Text | None, captures: tuple, library: Any) -> tuple[View | N
             raise TypeError(f"{FUNCTION}: {fact}, got {short(x)}")
         views.append(None if capture.is_number else library.view(x))
     return tuple(views)
+
+
+def with_alibi(
+    text: Text | None, captures: tuple, slopes: Tensor, softcap: float
+) -> tuple[Text, tuple]:
+    """The softcap and ALiBi as a score, beside a text that has a mask at most, and what it reads.
+
+    The kernels count the distances of ALiBi from their own diagonal, which is not that of the
+    sequence in a piece whose queries see keys to their right.
+    """
+    given = (slopes, softcap) if softcap else (slopes,)
+    score = _alibi(slopes.dim(), bool(softcap))
+    if text is None:
+        return score, given
+    joined_text, _ = joined(score, text)
+    return joined_text, (*given, *captures)
+
+
+def _alibi(axes: int, capped: bool) -> Text:
+    captures = [Capture("slopes", "float32", axes), Capture("cap", "float", 0)]
+    capped_score = "cap() * tanh(score / cap())" if capped else "score"
+    index = "head" if axes == 1 else "batch, head"
+    score = f"{capped_score} - slopes({index}) * abs(query - key)"
+    return Text(score, "", tuple(captures[: 1 + capped]))
 
 
 class CallText(NamedTuple):

@@ -26,8 +26,10 @@ OPTIONS = [
     {"causal": True, "alibi": 2, "sinks": True},
     {"causal": True, "alibi": 1, "window": (9, None), "deterministic": True},
     {"sinks": True},
+    {"alibi": 2},
+    {"alibi": 1, "window": (5, 12), "sinks": True, "softcap": 4.0},
 ]
-WHOLE = {"alibi": 1, "window": (30, 30)}  # not built where keys travel
+WHOLE = {"alibi": 1, "window": (30, 30)}
 LENGTHS = ([64], [37, 5, 90, 0, 1], [1, 1, 1], [97], [0])
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS = ((4, 4), (8, 2), (4, 1))
