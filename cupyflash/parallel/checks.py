@@ -110,7 +110,7 @@ def checked(
     return Call(
         kept,
         band,
-        _move(shard, move, heads, dims, q.element_size(), band, _wholes(options, band, slopes)),
+        _move(shard, move, heads, dims, q.element_size(), band, _costs_more(options, band, slopes)),
         heads,
         dims,
         q.dtype,
@@ -134,7 +134,8 @@ def refuse_not_built(arguments: dict[str, Any]) -> None:
 def _band(options: Options) -> Band:
     """The keys that a query sees, without limits that no sequence reaches."""
     left, right = (None if x in (None, -1) else x for x in options.window or (None, None))
-    return Band(left, 0 if options.causal else right)
+    # Dropout draws the numbers of 16 queries and 16 keys together.
+    return Band(left, 0 if options.causal else right, 16 if options.dropout_p else 1)
 
 
 def _move(
@@ -144,16 +145,15 @@ def _move(
     dims: tuple[int, int],
     item: int,
     band: Band,
-    wholes: str,
+    costs_more: bool,
 ) -> str:
     """The move that is made.
 
     Args:
-        wholes: what an option asks for that needs whole sequences, or "".
+        costs_more: an option takes heads, if nothing else is asked for.
 
     Raises:
         ValueError: another one than the shard has, or heads that the ranks cannot divide.
-        NotImplementedError: keys travel where an option needs whole sequences.
     """
     mesh = len(shard.teams) == 2
     allowed = ("auto", "heads x keys") if mesh else ("auto", "heads", "keys")
@@ -164,21 +164,16 @@ def _move(
     if move == "auto":
         seen = 1.0 if band.left is None else share(shard.tokens, band)
         move = "heads x keys" if mesh else choice.choose(
-            shard.ranks, heads, dims, item, needs_heads=bool(wholes), share=seen
+            shard.ranks, heads, dims, item, prefers_heads=costs_more, share=seen
         )  # fmt: skip
     ranks = {"heads": shard.ranks, "keys": 1}.get(move, shard.teams[0].size)
     if not choice.heads_divide(ranks, *heads):
         fact = f"heads of q must be a multiple of the {ranks} ranks that divide them, and those of "
         fact += "k a multiple or a divisor"
         raise ValueError(f"{FUNCTION}: {fact}, got {heads[0]} and {heads[1]}")
-    if wholes and move != "heads" and shard.ranks > ranks:
-        raise NotImplementedError(f"{FUNCTION}: {wholes}; allowed is move='heads', got {move!r}")
     return move
 
 
-def _wholes(options: Options, band: Band, slopes: Tensor | None) -> str:
-    """What a rank can only do with whole sequences, or ""."""
-    if options.dropout_p:
-        fact = "dropout_p where keys travel must be 0, as the kernels number the queries of a part "
-        return f"{fact}from 0 and would drop other weights than one rank does"
-    return ""
+def _costs_more(options: Options, band: Band, slopes: Tensor | None) -> bool:
+    """Whether an option has kernels of its own where keys travel, which are slower."""
+    return bool(options.dropout_p) or (slopes is not None and band.right != 0)

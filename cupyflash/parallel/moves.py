@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..ops.attention.options import Extras
-from ..ops.attention.score_text.pieces import SEQUENCE
-from .checks import Call
+from ..ops.attention.score_text import Text
+from ..ops.attention.score_text.capture import SEQUENCE
+from ..runtime.philox import seed_array
+from .checks import LIBRARY, Call
 from .copied import MOST_BYTES, CopiedKeys
 from .copied_heads import CopiedHeads
 from .exchange import calls, exchange
@@ -46,12 +48,18 @@ def moved(
     heads = _heads(shard, across, q.device) if across.size > 1 else None
     first_head = across.rank * (q.shape[1] // across.size)
     of_call, options, slopes = call.text, call.options, extras.alibi_slopes
-    if along.size > 1 and slopes is not None and call.band.right != 0:
-        of_call, captures = with_alibi(of_call, captures, slopes, options["softcap"])
-        extras, options = extras._replace(alibi_slopes=None), options | {"softcap": 0.0}
+    if along.size > 1:
+        if slopes is not None and call.band.right != 0:
+            of_call, captures = with_alibi(of_call, captures, slopes, options["softcap"])
+            extras, options = extras._replace(alibi_slopes=None), options | {"softcap": 0.0}
+        if options["dropout_p"]:
+            of_call = (of_call or Text("", "", ()))._replace(drops=True)
+            seed = seed_array(FUNCTION, LIBRARY, q, extras.dropout_seed, options["dropout_p"])
+            extras = extras._replace(dropout_seed=seed)
     text = None
     if of_call is not None:
-        text = CallText(of_call, captures, _names(call, across, along), first_head)
+        names = _names(call, across, along)
+        text = CallText(of_call, captures, names, first_head, call.heads[0])
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
         mine = slice(first_head, first_head + q.shape[1])
@@ -64,8 +72,8 @@ def moved(
     else:
         keys = _keys(shard, across.size, along, call, k, v)
         group = keys.way.heads_at_once(k, v)
-        options = {x: options[x] for x in ("scale", "softcap", "deterministic", "precision")}
-        arrays = (q, k, v, extras.alibi_slopes, extras.sinks)
+        options = {name: x for name, x in options.items() if name not in ("causal", "window")}
+        arrays = (q, k, v, extras._replace(sinks=None), extras.sinks)
         text = text and text._replace(captures=())
         out, lse = AttentionOverKeys.apply(*arrays, keys, options, group, text, *captures)
     if heads is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ops.attention.options import Extras
+from ..ops.attention.preparation import split_extras
 from ..ops.attention.score_text.arguments import learning
 from . import pieces
 from .pieces import FUNCTION, DeviceCall
@@ -34,11 +35,12 @@ class Keys:
 class AttentionOverKeys(torch.autograd.Function):
     """(out, lse) of the queries of this rank over the keys of all teams.
 
-    What the text reads are arguments of their own, as they have gradients; the text has none.
+    The sinks and what the text reads are arguments of their own, as they have gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, slopes, sinks, keys, options, heads_at_once, text, *captures):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, q, k, v, extras, sinks, keys, options, heads_at_once, text, *captures):  # noqa: ANN001, ANN205
+        extras = extras._replace(sinks=sinks)
         groups, ratio = _groups(k.shape[1], heads_at_once), q.shape[1] // max(1, k.shape[1])
         out = lse = None  # of one group they are what the kernels return
         if len(groups) != 1 or not keys.calls:
@@ -51,7 +53,7 @@ class AttentionOverKeys(torch.autograd.Function):
                 arrived = journey.arrived(number)
                 if not keys.calls:  # this rank has no tokens
                     continue
-                of_heads = _of_heads(mine, slopes, sinks, text, captures)
+                of_heads = _of_heads(mine, extras, text, captures)
                 found = pieces.forward(keys.calls, q[:, mine], arrived, options, *of_heads)
                 if out is None:
                     out, lse = found
@@ -60,7 +62,7 @@ class AttentionOverKeys(torch.autograd.Function):
             journey.end()
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in captures]
         tensors = [x if isinstance(x, Tensor) else None for x in captures]
-        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, *tensors)
+        ctx.save_for_backward(q, k, v, out, lse, *extras, *tensors)
         ctx.rest = keys, options, groups, text
         ctx.set_materialize_grads(False)
         return out, lse
@@ -68,7 +70,9 @@ class AttentionOverKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
-        q, k, v, out, lse, slopes, sinks, *captures = ctx.saved_tensors
+        q, k, v, out, lse, *saved = ctx.saved_tensors
+        extras, captures = split_extras(saved)
+        sinks = extras.sinks
         keys, options, groups, text = ctx.rest
         captures = [x if n is None else n for x, n in zip(captures, ctx.numbers, strict=True)]
         if text is not None:
@@ -85,7 +89,7 @@ class AttentionOverKeys(torch.autograd.Function):
             journey = keys.way.start(k, v, groups, gradients=True)
             for number, group in enumerate(groups):
                 mine = _queries(group, ratio)
-                of_heads = _of_heads(mine, slopes, sinks, text, captures)
+                of_heads = _of_heads(mine, extras, text, captures)
                 arrived = journey.arrived(number)
                 dq[:, mine], gradients, (some_sinks, *some) = pieces.backward(
                     keys.calls, dout[:, mine], q[:, mine], arrived, out[:, mine],
@@ -102,17 +106,14 @@ class AttentionOverKeys(torch.autograd.Function):
 
 
 def _of_heads(
-    mine: slice,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    text: CallText | None,
-    captures: Sequence[Any],
+    mine: slice, extras: Extras, text: CallText | None, captures: Sequence[Any]
 ) -> tuple[Extras, CallText | None]:
     """The optional arrays and the text of some query heads."""
-    slopes, sinks = (None if x is None else x[..., mine] for x in (slopes, sinks))
+    of_heads = extras.alibi_slopes, extras.sinks
+    slopes, sinks = (None if x is None else x[..., mine] for x in of_heads)
     if text is not None:
         text = text._replace(captures=tuple(captures)).of_heads(mine.start)
-    return Extras(alibi_slopes=slopes, sinks=sinks), text
+    return extras._replace(alibi_slopes=slopes, sinks=sinks), text
 
 
 def _groups(heads_kv: int, heads_at_once: int) -> list[slice]:

@@ -5,6 +5,7 @@ queries lie next to each other, once for each piece that sees them.
 """
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..ops.attention.operations import BACKWARD, FORWARD
 from ..ops.attention.options import Extras, plain_options
-from ..ops.attention.score_text.pieces import SEQUENCE
+from ..ops.attention.score_text.capture import SEQUENCE
 from .exchange import Call
 
 if TYPE_CHECKING:
@@ -30,9 +31,17 @@ def tensor(x: numpy.ndarray, device: torch.device) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceCall:
-    """A `Call` with its arrays as tensors on the device of q."""
+    """A `Call` with its arrays as tensors on the device of q.
+
+    Attributes:
+        queries: int64, the rows of the queries of this rank, without those that stand in front of a
+            piece; None for all of them.
+        here: int64, the place of each of these among the rows of the call, and of those in front;
+            None where none are in front.
+    """
 
     queries: Tensor | None
+    here: tuple[Tensor, Tensor] | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     places: Tensor
@@ -41,13 +50,29 @@ class DeviceCall:
 
     @classmethod
     def of(cls, call: Call, device: torch.device) -> "DeviceCall":
-        queries = None if call.queries is None else tensor(call.queries, device)
-        arrays = (call.cu_seqlens_q, call.cu_seqlens_k, call.places)
-        return cls(queries, *(tensor(x, device) for x in arrays), call.longest, call.window)
+        queries = here = None
+        if call.queries is not None:
+            real = call.queries >= 0
+            queries = tensor(call.queries[real], device)
+            if not real.all():
+                here = tuple(tensor(numpy.flatnonzero(x), device) for x in (real, ~real))
+        arrays = (tensor(x, device) for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.places))
+        return cls(queries, here, *arrays, call.longest, call.window)
 
-    def rows(self, x: Tensor) -> Tensor:
-        """The rows of the queries of this call."""
-        return x if self.queries is None else x.index_select(0, self.queries)
+    def rows(self, x: Tensor, before: float = 0.0) -> Tensor:
+        """The rows of the queries of this call, and this number in those in front of a piece."""
+        if self.queries is None:
+            return x
+        found = x.index_select(0, self.queries)
+        if self.here is None:
+            return found
+        mine, others = self.here
+        rows = x.new_full((len(mine) + len(others), *x.shape[1:]), before)
+        return rows.index_copy_(0, mine, found)
+
+    def put(self, rows: Tensor, out: Tensor) -> None:
+        """Writes rows of this call to where its queries lie in ``out``."""
+        out[self.queries] = rows if self.here is None else rows.index_select(0, self.here[0])
 
     def arguments(
         self, options: dict[str, Any], extras: Extras, text: "CallText | None"
@@ -89,7 +114,7 @@ def forward(
         q: (tokens, heads, head_dim).
         arrived: the keys and values (rows, heads_kv, head_dim) of each call.
         options: of `plain_options`, without those that a call has of its own.
-        extras: the slopes and sinks of these heads.
+        extras: the slopes and sinks of these heads, and the seed.
         text: the score and the mask of these heads.
     """
     parts = []
@@ -102,7 +127,8 @@ def forward(
     out = q.new_empty((*q.shape[:2], arrived[0][1].shape[2]))
     lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
     for call, (some, some_lse) in zip(calls, parts):
-        out[call.queries], lse[:, call.queries] = some, some_lse
+        call.put(some, out)
+        call.put(some_lse.t(), lse.t())
     return out, lse
 
 
@@ -132,7 +158,9 @@ def backward(
     for call, (k, v) in zip(calls, arrived, strict=True):
         given, plain = call.arguments(options, extras, text)
         tensors = (call.rows(dout), call.rows(q), k, v, call.rows(out))
-        stats = (x if x is None else call.rows(x.t()).t().contiguous() for x in (lse, dlse))
+        # A query in front of a piece has no weight, as its LSE is larger than all scores.
+        stats = [call.rows(lse.t(), math.inf).t().contiguous()]
+        stats.append(None if dlse is None else call.rows(dlse.t()).t().contiguous())
         found = BACKWARD(FUNCTION, (*tensors, *stats, *given), (plain, False))
         pairs.append((found[1], found[2]))
         for sum_, x in zip(sums, found[4:]):  # dsinks, and behind it those of captures
@@ -141,5 +169,5 @@ def backward(
         if call.queries is None:
             return found[0], pairs, sums
         dq = torch.empty_like(q) if dq is None else dq
-        dq[call.queries] = found[0]
+        call.put(found[0], dq)
     return torch.zeros_like(q) if dq is None else dq, pairs, sums

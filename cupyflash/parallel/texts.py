@@ -80,12 +80,14 @@ class CallText(NamedTuple):
     Attributes:
         names: the variables that these calls count from elsewhere (`of_pieces`).
         first_head: the number of the first head of a call.
+        heads: how many there are in all.
     """
 
     text: Text
     captures: tuple
     names: frozenset[str]
     first_head: int
+    heads: int
 
     def of(self, pieces: Tensor | None) -> tuple[Text, tuple]:
         """The text of one call, and what it reads.
@@ -94,7 +96,7 @@ class CallText(NamedTuple):
             pieces: where the sequences of the call begin (`values_of_pieces`).
         """
         text = of_pieces(self.text, self.names)
-        return text, values_of_pieces(text, self.captures, pieces, self.first_head)
+        return text, values_of_pieces(text, self.captures, pieces, self.first_head, self.heads)
 
     def of_heads(self, first: int) -> "CallText":
         """The same for a call whose heads begin at this one of those of this."""

@@ -75,15 +75,27 @@ def test_heads_have_the_bits_of_one_process(lengths, two):
 
 
 @pytest.mark.parametrize("lengths", [[64], [37, 5, 90, 0, 1]], ids=str)
-@pytest.mark.parametrize("heads", [(4, 2), (8, 8)])
-def test_dropout_drops_what_one_process_does(heads, lengths, two, four):
-    """Where only heads travel; also on a mesh whose axis of keys has one rank."""
-    options = {"dropout_p": 0.3, "dropout_seed": 11, "causal": True, "alibi": 2}
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((4, 2), {"causal": True, "alibi": 2}),
+        ((8, 8), {"window": (21, 3), "alibi": 1}),
+        ((8, 4), {"causal": True, "window": (21, None), "sinks": True}),
+        ((4, 4), {"softcap": 3.0}),
+    ],
+    ids=str,
+)
+def test_dropout_drops_what_one_process_does(heads, options, lengths, two, four):
+    """The rows of ranks begin anywhere; also on a mesh, one of whose axes may have one rank."""
+    options = options | {"dropout_p": 0.3, "dropout_seed": 11}
     arguments = (lengths, "float32", heads, 16, options)
     inputs, arrays = calls.problem(*arguments)
     right = expected(inputs, **arrays)
-    for ranks, move in ((two, "heads"), (two, "auto"), (four, "heads"), (four, (1, 4))):
-        results = ranks.run(calls.forward_backward, arguments, move)
+    moves = [(two, x) for x in ("heads", "auto", "keys")]
+    moves += [(four, x) for x in ("heads", "keys", (1, 4), (2, 2), (4, 1))]
+    for number, (ranks, move) in enumerate(moves):
+        least_bytes = (LEAST_BYTES, 1)[number % 2]
+        results = ranks.run(calls.forward_backward, arguments, move, True, least_bytes)
         right.check(**calls.whole(results, sum(lengths)))
 
 
@@ -170,7 +182,7 @@ def test_bytes_of_heads(heads, move, four):
         (64, (64, 8), {}, "heads"),
         (64, (64, 8), {"share": 0.02}, "keys"),  # a window
         (6, (32, 8), {}, "keys"),  # which six ranks cannot divide
-        (2, (32, 8), {"needs_heads": True}, "heads"),
+        (2, (32, 8), {"prefers_heads": True}, "heads"),
     ],
 )
 def test_auto_takes_fewer_bytes(ranks, heads, others, move):

@@ -41,6 +41,8 @@ def test_beside_other_options(lengths, two, four):
     arguments = (lengths, "float32", (8, 4), 16, options)
     inputs, arrays = calls.problem(*arguments)
     right = expected(inputs, **arrays)
-    for ranks, move in ((two, "heads"), (four, "heads"), (four, (1, 4))):
+    moves = [(two, x) for x in ("heads", "keys")]
+    moves += [(four, x) for x in ("heads", "keys", (1, 4), (2, 2))]
+    for ranks, move in moves:
         results = ranks.run(texts.forward_backward, arguments, "alibi", move)
         right.check(**calls.whole(results, sum(lengths)))

@@ -27,8 +27,8 @@ def decode_text(string: str) -> Text:
 
 
 def _part(string: str) -> Text:
-    score, mask, captures = json.loads(string)
-    return Text(score, mask, tuple(Capture(*x) for x in captures))
+    score, mask, captures, *drops = json.loads(string)  # older ones, in kept graphs, have none
+    return Text(score, mask, tuple(Capture(*x) for x in captures), *drops)
 
 
 def joined(score: Text, mask: Text, shared: Sequence[str] = ()) -> tuple[Text, list[bool]]:

@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import tree
-from .capture import FIRST_HEAD, PIECES
+from .capture import FIRST_HEAD, HEADS, KEY, PIECES, QUERY, SEQUENCE
 from .change import changed
 from .text import Text
 from .tree import Node
 from .write import to_text
-
-QUERY, KEY, SEQUENCE = range(3)  # rows of `PIECES`
 
 
 @functools.lru_cache(maxsize=256)
@@ -30,20 +28,26 @@ def of_pieces(text: Text, names: frozenset[str]) -> Text:
         "" if x is None else to_text(changed(x, _Moved(names)))
         for x in (text.score_tree, text.mask_tree)
     ]
-    read = {x.name for x in (PIECES, FIRST_HEAD) if any(x.name in part for part in parts)}
-    added = [x for x in (PIECES, FIRST_HEAD) if x.name in read]
+    added = [
+        x
+        for x in (PIECES, FIRST_HEAD, HEADS)
+        if text.drops or any(x.name in part for part in parts)
+    ]
     return text._replace(score=parts[0], mask=parts[1], captures=(*text.captures, *added))
 
 
-def values_of_pieces(text: Text, captures: Sequence[Any], pieces: Any, first_head: int) -> tuple:
+def values_of_pieces(
+    text: Text, captures: Sequence[Any], pieces: Any, first_head: int, heads: int
+) -> tuple:
     """What a text of `of_pieces` reads, in its order.
 
     Args:
         captures: those of the text that it was made of.
         pieces: int32 (3, sequences) in the library of the captures: for each sequence of the call
             its first query, its first key, and its number.
+        first_head, heads: the number of the first head of the call, and how many there are in all.
     """
-    added = {PIECES.name: pieces, FIRST_HEAD.name: first_head}
+    added = {PIECES.name: pieces, FIRST_HEAD.name: first_head, HEADS.name: heads}
     return (*captures, *(added[x.name] for x in text.captures[len(captures) :]))
 
 
