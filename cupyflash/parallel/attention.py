@@ -48,8 +48,9 @@ def attention(
     """`cupyflash.attention` in each of the packed sequences of which the ranks hold the tokens.
 
     All ranks of the shard call it with the same options. Gradients flow as on one GPU: those of q,
-    k and v belong to the tokens of this rank. The gradient of the sinks is the part that this rank
-    has computed; the parts of all ranks add up to the whole, as those of weights do.
+    k and v belong to the tokens of this rank. The gradients of the sinks and of what a score reads
+    are the part that this rank has computed; the parts of all ranks add up to the whole, as those
+    of weights do.
 
     On a CPU all ranks compare their calls before anything is sent. On a GPU, where that waits for
     it, they do so in the first call of a shard, and in every call with CUPYFLASH_DEBUG=1.
@@ -66,10 +67,10 @@ def attention(
         alibi_slopes: float32 (heads_q,) or (sequences, heads_q).
         sinks: (heads_q,), float32 or dtype of q, the same on all ranks.
         score, mask: as in `cupyflash.attention`, of the numbers of sequence and head among all, and
-            of places in the whole sequence. What they read is the same on all ranks, and each has
-            its part of the gradient, as of sinks. A BlockMask is refused.
-        dropout_p, dropout_seed: as there, where only heads travel; an equal seed on all ranks drops
-            what it drops on one. Without a seed each rank draws one for its heads.
+            of places in the whole sequence. What they read is the same on all ranks, of all heads
+            and tokens. A mask does not change which keys travel, as a window does.
+        dropout_p, dropout_seed: as there; an equal seed on all ranks drops what it drops on one.
+            Without a seed each rank draws one.
         return_lse: return (out, lse); lse float32 (heads_q, tokens of this rank), differentiable.
         deterministic, precision: as in `cupyflash.attention`.
         move: "heads": an all-to-all before and after, and each head is computed as on one GPU, with
@@ -85,8 +86,8 @@ def attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`, on all ranks, with the
             number of the rank whose call is wrong. ValueError: ranks with other options.
-            NotImplementedError: ``not_built``; dropout, and ALiBi that is not causal, where keys
-            travel.
+            NotImplementedError: ``not_built``, which a score or a mask can say; a BlockMask,
+            whose mask_mod is allowed.
         RankError: another rank has failed or left.
     """
     if not isinstance(shard, Shard):

@@ -20,11 +20,14 @@ from .tokens import Band
 
 LIBRARY = library_of(torch.empty(0))
 
-# Arguments of `cupyflash.attention` that are not built here.
+# Arguments of `cupyflash.attention` that are not built here, and what says the same.
 NOT_BUILT = {
-    "bias": "a bias spans all tokens, and packed sequences have none: allowed is None",
-    "seqused_q": "the lengths of the shard say which tokens count: allowed is None",
-    "seqused_k": "the lengths of the shard say which tokens count: allowed is None",
+    "bias": "a bias spans all tokens, and packed sequences have none: write score + bias[batch, "
+    "head, query, key] as score=, allowed is None",
+    "seqused_q": "the lengths of the shard say which tokens count: write query < seqused_q[batch] "
+    "as mask=, allowed is None",
+    "seqused_k": "the lengths of the shard say which tokens count: write key < seqused_k[batch] as "
+    "mask=, allowed is None",
     "layout": "q, k and v are (tokens, heads, head_dim): allowed is no layout",
 }
 

@@ -3,8 +3,15 @@
 import calls
 import pytest
 import texts
+import torch
 
+from cupyflash.ops.attention.options import NO_EXTRAS
+from cupyflash.ops.attention.score_text.arguments import learning
+from cupyflash.parallel import pieces
 from cupyflash.parallel.choice import LEAST_BYTES
+from cupyflash.parallel.exchange import calls as calls_of
+from cupyflash.parallel.texts import CallText, text_of
+from cupyflash.parallel.tokens import Band, Tokens
 from cupyflash.testing import expected
 
 LENGTHS = ([61], [37, 5, 70, 1])
@@ -46,3 +53,40 @@ def test_beside_other_options(lengths, two, four):
     for ranks, move in moves:
         results = ranks.run(texts.forward_backward, arguments, "alibi", move)
         right.check(**calls.whole(results, sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("options", "band"),
+    [({"causal": True}, Band(None, 0)), ({"window": (9, 4)}, Band(9, 4, 16)), ({}, Band())],
+    ids=str,
+)
+def test_eight_ranks_in_one_process(options, band):
+    """The same code without a collective, also of pieces that begin at multiples of 16."""
+    lengths, ranks = [150, 3, 61], 8
+    arguments = (lengths, "float32", (4, 2), 16, options)
+    inputs, _ = calls.problem(*arguments)
+    arrays = texts.arrays_of("both", lengths, 4)
+    text, captures = text_of(*(x(*arrays) for x in texts.TEXTS["both"][:2]))
+    learn = [x.dtype == "float32" for x in text.captures]
+    names = frozenset(("batch", "head", "query", "key"))
+    text = CallText(learning(text, learn), captures, names, 0, 4)
+    tokens, results = Tokens.of(lengths, ranks), []
+    sums = {"dk": torch.zeros_like(inputs.k), "dv": torch.zeros_like(inputs.v)}
+    sums["d0"] = torch.zeros_like(arrays[0])
+    for rank in range(ranks):
+        index, made = torch.from_numpy(tokens.index(rank)), calls_of(tokens, rank, band)
+        rows = [torch.from_numpy(x.keys) for x in made]
+        pairs = [(inputs.k[x], inputs.v[x]) for x in rows]
+        of_device = [pieces.DeviceCall.of(x, index.device) for x in made]
+        q, dout = inputs.q[index], inputs.dout[index]
+        out, lse = pieces.forward(of_device, q, pairs, {}, NO_EXTRAS, text)
+        dq, found, (_, *of_text) = pieces.backward(
+            of_device, dout, q, pairs, out, lse, None, {}, NO_EXTRAS, text
+        )
+        for some, pair in zip(rows, found, strict=True):
+            for name, x in zip(("dk", "dv"), pair):
+                sums[name].index_add_(0, some, x)
+        sums["d0"] += of_text[learn.index(True)]
+        results.append((index, {"out": out, "lse": lse.t(), "dq": dq}))
+    right = texts.expected(arguments, "both")
+    right.check(**calls.whole(results, sum(lengths)), **sums)

@@ -93,7 +93,7 @@ def backward_head_dim(dtype: str, head_dim: int, features: Features) -> int:
     # With 32 columns the derivatives of the softcap do not fit, which a bias gradient needs, nor do
     # the weights that dropout keeps, or a softcap beside the conversions of a 16-bit dtype.
     crowded = features.bias or dtype != "float32"
-    softcap = features.softcap or features.text is not None  # it has a derivative, too
+    softcap = features.softcap or features.writes_scores  # it has a derivative, too
     narrowest = 64 if softcap and crowded or features.dropout else 32
     return max(narrowest, padded_head_dim(head_dim))
 
