@@ -3,6 +3,7 @@
 A call counts from 0 what it has; `score_text.pieces` makes a text of it that counts among all.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -62,8 +63,12 @@ def with_alibi(
     score = _alibi(slopes.dim(), bool(softcap))
     if text is None:
         return score, given
-    joined_text, _ = joined(score, text)
-    return joined_text, (*given, *captures)
+    return _joined(score, text), (*given, *captures)
+
+
+@functools.lru_cache(maxsize=64)
+def _joined(score: Text, mask: Text) -> Text:
+    return joined(score, mask)[0]
 
 
 def _alibi(axes: int, capped: bool) -> Text:

@@ -1,19 +1,24 @@
 """Scores and masks of the caller's own over the tokens of several processes."""
 
+import dataclasses
+
 import calls
 import pytest
 import texts
 import torch
+from matrix import each
 
+from cupyflash import Score
 from cupyflash.ops.attention.options import NO_EXTRAS
+from cupyflash.ops.attention.score_text import Text
 from cupyflash.ops.attention.score_text.arguments import learning
-from cupyflash.parallel import pieces
 from cupyflash.parallel.choice import LEAST_BYTES
-from cupyflash.parallel.exchange import calls as calls_of
 from cupyflash.parallel.texts import CallText, text_of
-from cupyflash.parallel.tokens import Band, Tokens
+from cupyflash.parallel.tokens import Band
 from cupyflash.testing import expected
 
+PLACES = frozenset(("batch", "head", "query", "key"))
+ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 LENGTHS = ([61], [37, 5, 70, 1])
 OPTIONS = [{}, {"causal": True}, {"window": (9, 4)}, {"causal": True, "window": (12, 0)}]
 
@@ -47,12 +52,18 @@ def test_beside_other_options(lengths, two, four):
     options = {"alibi": 2, "sinks": True, "dropout_p": 0.3, "dropout_seed": 11, "window": (20, 7)}
     arguments = (lengths, "float32", (8, 4), 16, options)
     inputs, arrays = calls.problem(*arguments)
-    right = expected(inputs, **arrays)
+    right = expected(inputs, dlse=texts.dlse_of(arguments), **arrays)
     moves = [(two, x) for x in ("heads", "keys")]
     moves += [(four, x) for x in ("heads", "keys", (1, 4), (2, 2))]
     for ranks, move in moves:
         results = ranks.run(texts.forward_backward, arguments, "alibi", move)
         right.check(**calls.whole(results, sum(lengths)))
+
+
+@pytest.mark.parametrize("move", ["heads", "keys"])
+def test_ways_of_torch(move, two):
+    for found in two.run(texts.ways, move):
+        assert found == dict.fromkeys(("checkpoint", "compiled"), True)
 
 
 @pytest.mark.parametrize(
@@ -67,26 +78,32 @@ def test_eight_ranks_in_one_process(options, band):
     inputs, _ = calls.problem(*arguments)
     arrays = texts.arrays_of("both", lengths, 4)
     text, captures = text_of(*(x(*arrays) for x in texts.TEXTS["both"][:2]))
-    learn = [x.dtype == "float32" for x in text.captures]
-    names = frozenset(("batch", "head", "query", "key"))
-    text = CallText(learning(text, learn), captures, names, 0, 4)
-    tokens, results = Tokens.of(lengths, ranks), []
-    sums = {"dk": torch.zeros_like(inputs.k), "dv": torch.zeros_like(inputs.v)}
-    sums["d0"] = torch.zeros_like(arrays[0])
-    for rank in range(ranks):
-        index, made = torch.from_numpy(tokens.index(rank)), calls_of(tokens, rank, band)
-        rows = [torch.from_numpy(x.keys) for x in made]
-        pairs = [(inputs.k[x], inputs.v[x]) for x in rows]
-        of_device = [pieces.DeviceCall.of(x, index.device) for x in made]
-        q, dout = inputs.q[index], inputs.dout[index]
-        out, lse = pieces.forward(of_device, q, pairs, {}, NO_EXTRAS, text)
-        dq, found, (_, *of_text) = pieces.backward(
-            of_device, dout, q, pairs, out, lse, None, {}, NO_EXTRAS, text
-        )
-        for some, pair in zip(rows, found, strict=True):
-            for name, x in zip(("dk", "dv"), pair):
-                sums[name].index_add_(0, some, x)
-        sums["d0"] += of_text[learn.index(True)]
-        results.append((index, {"out": out, "lse": lse.t(), "dq": dq}))
-    right = texts.expected(arguments, "both")
-    right.check(**calls.whole(results, sum(lengths)), **sums)
+    text = learning(text, [x.dtype == "float32" for x in text.captures])
+    given = NO_EXTRAS, CallText(text, captures, PLACES, 0, 4)
+    found = texts.in_one_process(inputs, lengths, ranks, band, {}, *given)
+    found["d0"] = found.pop("dtable")
+    texts.expected(arguments, "both").check(**found)
+
+
+@pytest.mark.parametrize("score", ["score - slopes(head) * abs(query - key)", ""])
+@each(library="torch")
+def test_dropout_of_pieces(target, score):
+    """Four ranks on each backend: ALiBi by a score or by the option, in a window, with dropout."""
+    lengths, slopes = [333, 70, 200], torch.linspace(0.02, 0.2, 4, device=target.device)
+    options = {"dropout_p": 0.25, "deterministic": True}
+    text, captures = Text("", "", ()), ()
+    if score:
+        text, captures = Score(score, slopes=slopes).alone, (slopes,)
+    text = CallText(text._replace(drops=True), captures, PLACES, 0, 4)
+    extras = NO_EXTRAS._replace(dropout_seed=torch.tensor([7], device=target.device))
+    extras = extras if score else extras._replace(alibi_slopes=slopes)
+    for dtype in target.dtypes:
+        inputs = target.varlen_inputs(dtype, lengths, heads_q=4, heads_kv=2, head_dim=64)
+        found = texts.in_one_process(inputs, lengths, 4, Band(90, 0, 16), options, extras, text)
+        of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout", *ENDS)}
+        host = dataclasses.replace(inputs, **of_host)
+        right = expected(
+            host, causal=True, window=(90, None), dropout_p=0.25, dropout_seed=7,
+            alibi_slopes=slopes.cpu(),
+        )  # fmt: skip
+        right.check(**found)

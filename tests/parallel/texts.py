@@ -4,8 +4,12 @@ import dataclasses
 
 import calls
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from cupyflash.parallel import attention, choice
+from cupyflash import Score
+from cupyflash.parallel import attention, choice, pieces
+from cupyflash.parallel.exchange import calls as calls_of
+from cupyflash.parallel.tokens import Tokens
 from cupyflash.testing.scores import expected_scores
 from cupyflash.testing.tolerance import Expected, Result
 
@@ -56,7 +60,7 @@ def arrays_of(name, lengths, heads):
 def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
     """(index, {name: result of this rank}) of a `calls.problem` with a text.
 
-    The text "alibi" is what the option of this name does.
+    The text "alibi" is what the option of this name does; then the LSE has the gradient `dlse_of`.
     """
     choice.LEAST_BYTES = least_bytes
     inputs, options = calls.problem(*arguments)
@@ -76,9 +80,78 @@ def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
         q, k, v, shard, return_lse=True, move=move, score=score, mask=mask, **options
     )
     leaves = {"dq": q, "dk": k, "dv": v, **learned}
-    gradients = torch.autograd.grad(out, list(leaves.values()), shard.take(inputs.dout))
+    results, slopes = [out], [shard.take(inputs.dout)]
+    if name == "alibi":
+        results.append(lse)
+        slopes.append(shard.take(dlse_of(arguments), 1))
+    gradients = torch.autograd.grad(results, list(leaves.values()), slopes)
     results = {"out": out.detach(), "lse": lse.detach().t(), **dict(zip(leaves, gradients))}
     return shard.index(), results
+
+
+def dlse_of(arguments):
+    """A gradient of the LSE of all tokens."""
+    lengths, _, heads, *_ = arguments
+    return torch.linspace(-1, 1, heads[0] * sum(lengths)).reshape(heads[0], -1)
+
+
+def ways(move):
+    """{way: whether its results are those of a plain call}, on this rank, with a score."""
+    inputs, _ = calls.problem([30, 11], "float32", (4, 2), 16, {})
+    shard = calls.shard_of([30, 11], move)
+    factor = torch.linspace(0.5, 1.5, 4).requires_grad_()
+    score = Score(lambda score, b, h, q, k: factor[h] * score - q / 50)
+    leaves = [shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    leaves.append(factor)
+
+    def plain(q, k, v):
+        options = {"dropout_p": 0.25, "dropout_seed": 3, "score": score}
+        return attention(q, k, v, shard, move=move, causal=True, **options)
+
+    def results(function):
+        out = function(*leaves[:3])
+        return [out.detach(), *torch.autograd.grad(out, leaves, shard.take(inputs.dout))]
+
+    compiled = torch.compile(lambda *x: plain(*x) * 1.0, backend="aot_eager")
+    right = results(plain)
+    found = {
+        "checkpoint": results(lambda *x: checkpoint(plain, *x, use_reentrant=False)),
+        "compiled": results(compiled),
+    }
+    return {name: all(map(torch.equal, x, right)) for name, x in found.items()}
+
+
+def in_one_process(inputs, lengths, ranks, band, options, extras, text):
+    """{name: result} of ranks one after another, with the keys of lists instead of a collective.
+
+    The gradients of captures are those of the text's own names.
+    """
+    tokens, device = Tokens.of(lengths, ranks), inputs.q.device
+    learned = [x for x in text.text.captures if x.learns]
+    results = [torch.full_like(inputs.q, torch.nan) for _ in range(2)]
+    lse = torch.full((len(inputs.q), inputs.q.shape[1]), torch.nan, device=device)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (inputs.k, inputs.v)]
+    of_text = [0.0] * len(learned)
+    for rank in range(ranks):
+        index = torch.from_numpy(tokens.index(rank)).to(device)
+        made = calls_of(tokens, rank, band)
+        rows = [torch.from_numpy(x.keys).to(device) for x in made]
+        pairs = [(inputs.k[x], inputs.v[x]) for x in rows]
+        of_device = [pieces.DeviceCall.of(x, device) for x in made]
+        q, dout = inputs.q[index], inputs.dout[index]
+        out, some_lse = pieces.forward(of_device, q, pairs, options, extras, text)
+        dq, found, (_, *of_captures) = pieces.backward(
+            of_device, dout, q, pairs, out, some_lse, None, options, extras, text
+        )
+        for some, pair in zip(rows, found, strict=True):
+            for whole, x in zip(sums, pair):
+                whole.index_add_(0, some, x.float())
+        results[0][index], results[1][index], lse[index] = out, dq, some_lse.t()
+        of_text = [x + y for x, y in zip(of_text, filter(torch.is_tensor, of_captures))]
+    dk, dv = (x.to(inputs.q.dtype) for x in sums)
+    named = zip((f"d{x.name}" for x in learned), of_text)
+    found = {"out": results[0], "dq": results[1], "lse": lse.t(), "dk": dk, "dv": dv, **dict(named)}
+    return {name: x.cpu() for name, x in found.items()}
 
 
 def expected(arguments, name):
