@@ -158,8 +158,8 @@ def backward(
     for call, (k, v) in zip(calls, arrived, strict=True):
         given, plain = call.arguments(options, extras, text)
         tensors = (call.rows(dout), call.rows(q), k, v, call.rows(out))
-        # A query in front of a piece has no weight, as its LSE is larger than all scores.
-        stats = [call.rows(lse.t(), math.inf).t().contiguous()]
+        # A query in front of a piece has the LSE of one that sees no key, so it does not count.
+        stats = [call.rows(lse.t(), -math.inf).t().contiguous()]
         stats.append(None if dlse is None else call.rows(dlse.t()).t().contiguous())
         found = BACKWARD(FUNCTION, (*tensors, *stats, *given), (plain, False))
         pairs.append((found[1], found[2]))

@@ -1,23 +1,23 @@
 """Scores and masks of the caller's own over the tokens of several processes."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import calls
 import pytest
 import texts
-import torch
+from emulator import COMPILER
 from matrix import each
+from places import PYTHONPATH, SUPPORT
 
-from cupyflash import Score
-from cupyflash.ops.attention.options import NO_EXTRAS
-from cupyflash.ops.attention.score_text import Text
-from cupyflash.ops.attention.score_text.arguments import learning
+from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.parallel.choice import LEAST_BYTES
-from cupyflash.parallel.texts import CallText, text_of
 from cupyflash.parallel.tokens import Band
 from cupyflash.testing import expected
 
-PLACES = frozenset(("batch", "head", "query", "key"))
 ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 LENGTHS = ([61], [37, 5, 70, 1])
 OPTIONS = [{}, {"causal": True}, {"window": (9, 4)}, {"causal": True, "window": (12, 0)}]
@@ -73,37 +73,32 @@ def test_ways_of_torch(move, two):
 )
 def test_eight_ranks_in_one_process(options, band):
     """The same code without a collective, also of pieces that begin at multiples of 16."""
-    lengths, ranks = [150, 3, 61], 8
-    arguments = (lengths, "float32", (4, 2), 16, options)
-    inputs, _ = calls.problem(*arguments)
-    arrays = texts.arrays_of("both", lengths, 4)
-    text, captures = text_of(*(x(*arrays) for x in texts.TEXTS["both"][:2]))
-    text = learning(text, [x.dtype == "float32" for x in text.captures])
-    given = NO_EXTRAS, CallText(text, captures, PLACES, 0, 4)
-    found = texts.in_one_process(inputs, lengths, ranks, band, {}, *given)
-    found["d0"] = found.pop("dtable")
-    texts.expected(arguments, "both").check(**found)
+    arguments = ([150, 3, 61], "float32", (4, 2), 16, options)
+    texts.expected(arguments, "both").check(**texts.with_both(arguments, 8, band))
 
 
-@pytest.mark.parametrize("score", ["score - slopes(head) * abs(query - key)", ""])
+@pytest.mark.parametrize("score", texts.SCORES)
 @each(library="torch")
 def test_dropout_of_pieces(target, score):
-    """Four ranks on each backend: ALiBi by a score or by the option, in a window, with dropout."""
-    lengths, slopes = [333, 70, 200], torch.linspace(0.02, 0.2, 4, device=target.device)
-    options = {"dropout_p": 0.25, "deterministic": True}
-    text, captures = Text("", "", ()), ()
-    if score:
-        text, captures = Score(score, slopes=slopes).alone, (slopes,)
-    text = CallText(text._replace(drops=True), captures, PLACES, 0, 4)
-    extras = NO_EXTRAS._replace(dropout_seed=torch.tensor([7], device=target.device))
-    extras = extras if score else extras._replace(alibi_slopes=slopes)
+    """Four ranks in one process, on each backend."""
+    lengths = [333, 70, 200]
     for dtype in target.dtypes:
         inputs = target.varlen_inputs(dtype, lengths, heads_q=4, heads_kv=2, head_dim=64)
-        found = texts.in_one_process(inputs, lengths, 4, Band(90, 0, 16), options, extras, text)
+        found = texts.with_dropout(inputs, lengths, 4, score)
         of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout", *ENDS)}
-        host = dataclasses.replace(inputs, **of_host)
-        right = expected(
-            host, causal=True, window=(90, None), dropout_p=0.25, dropout_seed=7,
-            alibi_slopes=slopes.cpu(),
-        )  # fmt: skip
-        right.check(**found)
+        texts.expected_with_dropout(dataclasses.replace(inputs, **of_host)).check(**found)
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs g++")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_emulated_kernels(backend, emulated_kernels):
+    """In a process that takes itself for one with a Hopper GPU."""
+    here = Path(__file__).parent
+    variables = {"CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
+    variables["PYTHONPATH"] = os.pathsep.join((PYTHONPATH, str(SUPPORT)))
+    command = [sys.executable, str(here / "emulated_pieces.py"), str(emulated_kernels), backend]
+    done = subprocess.run(
+        command, env=os.environ | variables, capture_output=True, text=True, timeout=900
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr

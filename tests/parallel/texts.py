@@ -7,9 +7,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import Score
+from cupyflash.ops.attention.options import NO_EXTRAS
+from cupyflash.ops.attention.score_text import Text
+from cupyflash.ops.attention.score_text.arguments import learning
 from cupyflash.parallel import attention, choice, pieces
 from cupyflash.parallel.exchange import calls as calls_of
-from cupyflash.parallel.tokens import Tokens
+from cupyflash.parallel.texts import CallText, text_of
+from cupyflash.parallel.tokens import Band, Tokens
+from cupyflash.testing import expected as of_options
 from cupyflash.testing.scores import expected_scores
 from cupyflash.testing.tolerance import Expected, Result
 
@@ -152,6 +157,46 @@ def in_one_process(inputs, lengths, ranks, band, options, extras, text):
     named = zip((f"d{x.name}" for x in learned), of_text)
     found = {"out": results[0], "dq": results[1], "lse": lse.t(), "dk": dk, "dv": dv, **dict(named)}
     return {name: x.cpu() for name, x in found.items()}
+
+
+PLACES = frozenset(("batch", "head", "query", "key"))
+SCORES = ("score - slopes(head) * abs(query - key)", "")  # ALiBi, or its option
+OF_DROPOUT = {"dropout_p": 0.25, "dropout_seed": 7}
+
+
+def _slopes_of_dropout(device="cpu"):
+    return torch.linspace(0.02, 0.2, 4, device=device)
+
+
+def with_dropout(inputs, lengths, ranks, score):
+    """`in_one_process` with ALiBi, a causal window and dropout."""
+    device, slopes = inputs.q.device, _slopes_of_dropout(inputs.q.device)
+    text, captures = Text("", "", (), True), ()
+    if score:
+        text, captures = Score(score, slopes=slopes).alone._replace(drops=True), (slopes,)
+    seed = torch.tensor([OF_DROPOUT["dropout_seed"]], device=device)
+    extras = NO_EXTRAS._replace(dropout_seed=seed, alibi_slopes=None if score else slopes)
+    options = {"dropout_p": OF_DROPOUT["dropout_p"], "deterministic": True}
+    text = CallText(text, captures, PLACES, 0, 4)
+    return in_one_process(inputs, lengths, ranks, Band(90, 0, 16), options, extras, text)
+
+
+def expected_with_dropout(inputs):
+    """The requirements on it, of inputs on the CPU."""
+    options = {"causal": True, "window": (90, None), "alibi_slopes": _slopes_of_dropout()}
+    return of_options(inputs, **options, **OF_DROPOUT)
+
+
+def with_both(arguments, ranks, band, learn=True):
+    """`in_one_process` with the text "both"."""
+    lengths, _, heads, *_ = arguments
+    inputs, _ = calls.problem(*arguments)
+    arrays = arrays_of("both", lengths, heads[0])
+    text, captures = text_of(*(x(*arrays) for x in TEXTS["both"][:2]))
+    text = learning(text, [learn and x.dtype == "float32" for x in text.captures])
+    text = CallText(text, captures, PLACES, 0, heads[0])
+    found = in_one_process(inputs, lengths, ranks, band, {}, NO_EXTRAS, text)
+    return {"d0" if name == "dtable" else name: x for name, x in found.items()}
 
 
 def expected(arguments, name):
