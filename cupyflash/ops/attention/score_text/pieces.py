@@ -33,6 +33,8 @@ def of_pieces(text: Text, names: frozenset[str]) -> Text:
         for x in (PIECES, FIRST_HEAD, HEADS)
         if text.drops or any(x.name in part for part in parts)
     ]
+    if not added:
+        return text
     return text._replace(score=parts[0], mask=parts[1], captures=(*text.captures, *added))
 
 
@@ -82,12 +84,15 @@ class _Moved:
         The kernels have a shorter way to that (`write.of_distance`).
         """
         (a, first_a), (b, first_b) = (self.parts.get(id(y), (y, None)) for y in x.args)
-        if {y.value for y in (a, b) if y.op == "name"} != {"query", "key"}:
+        moved = first_a is not None or first_b is not None
+        if not moved or {y.value for y in (a, b) if y.op == "name"} != {"query", "key"}:
             return x
         found = tree.apply("-", [a, b])
-        for op, first in (("+", first_a), ("-", first_b)):
-            found = found if first is None else tree.apply(op, [found, first])
-        return found
+        if first_a is None or first_b is None:
+            op, first = ("-", first_b) if first_a is None else ("+", first_a)
+        else:
+            op, first = "+", tree.apply("-", [first_a, first_b])
+        return tree.apply(op, [found, first])
 
 
 def _piece(row: int) -> Node:
