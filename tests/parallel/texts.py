@@ -4,6 +4,7 @@ import dataclasses
 
 import calls
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import Score
@@ -67,8 +68,10 @@ def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
 
     The text "alibi" is what the option of this name does; then the LSE has the gradient `dlse_of`.
     """
-    choice.LEAST_BYTES = least_bytes
+    choice.LEAST_BYTES = choice.LEAST_COPIED = least_bytes
     inputs, options = calls.problem(*arguments)
+    if dist.get_backend() == "nccl":
+        inputs, options = calls.on_gpu(inputs), calls.on_gpu(options)
     shard = calls.shard_of(arguments[0], move)
     q, k, v = (shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     learned = {}
@@ -76,7 +79,7 @@ def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
         score, mask = _slopes(options.pop("alibi_slopes")), None
         learned = {"dsinks": options["sinks"].requires_grad_()}
     else:
-        arrays = arrays_of(name, arguments[0], q.shape[1])
+        arrays = [x.to(q.device) for x in arrays_of(name, arguments[0], q.shape[1])]
         arrays = [x.requires_grad_(x.is_floating_point()) for x in arrays]
         learned = {f"d{i}": x for i, x in enumerate(arrays) if x.requires_grad}
         score, mask = (x and x(*arrays) for x in TEXTS[name][:2])
@@ -88,10 +91,10 @@ def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
     results, slopes = [out], [shard.take(inputs.dout)]
     if name == "alibi":
         results.append(lse)
-        slopes.append(shard.take(dlse_of(arguments), 1))
+        slopes.append(shard.take(dlse_of(arguments).to(q.device), 1))
     gradients = torch.autograd.grad(results, list(leaves.values()), slopes)
     results = {"out": out.detach(), "lse": lse.detach().t(), **dict(zip(leaves, gradients))}
-    return shard.index(), results
+    return shard.index(), {name: x.cpu() for name, x in results.items()}
 
 
 def dlse_of(arguments):
