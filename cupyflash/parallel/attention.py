@@ -86,8 +86,8 @@ def attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`, on all ranks, with the
             number of the rank whose call is wrong. ValueError: ranks with other options.
-            NotImplementedError: ``not_built``, which a score or a mask can say; a BlockMask,
-            whose mask_mod is allowed.
+            NotImplementedError: ``not_built``, which a score or a mask can say; a BlockMask beside
+            sequences of several lengths, whose mask_mod is allowed.
         RankError: another rank has failed or left.
     """
     if not isinstance(shard, Shard):
@@ -125,7 +125,8 @@ def _call(
     try:
         refuse_not_built(not_built)
         return_lse = plain_flag(FUNCTION, "return_lse", return_lse)
-        text, captures = text_of(score, mask)
+        heads = q.shape[1] if isinstance(q, Tensor) and q.dim() == 3 else 0  # checked below
+        text, captures = text_of(score, mask, shard.lengths, heads)
         plain = Options(*plain_options(FUNCTION, **options), text)
         sharding = sharding_of(shard, q, k, v)
         if sharding is not None:

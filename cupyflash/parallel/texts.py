@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..ops.attention.score_text import Capture, Text
-from ..ops.attention.score_text.block_mask import is_block_mask
+from ..ops.attention.score_text.block_mask import is_block_mask, mask_of
 from ..ops.attention.score_text.encode import joined
 from ..ops.attention.score_text.pieces import of_pieces, values_of_pieces
 from ..ops.attention.score_text.scores import written
@@ -20,17 +20,26 @@ from ..runtime.operation import Carried
 from .pieces import FUNCTION
 
 
-def text_of(score: Any, mask: Any) -> tuple[Text | None, tuple]:
+def text_of(
+    score: Any, mask: Any, lengths: tuple[int, ...], heads: int
+) -> tuple[Text | None, tuple]:
     """(the text of both arguments, the arrays and numbers that it reads).
 
+    Args:
+        lengths, heads: of the sequences, and of q, for a BlockMask.
+
     Raises:
-        As `cupyflash.Score`; NotImplementedError: a BlockMask.
+        As `cupyflash.Score`; ValueError: a BlockMask of other lengths or heads;
+        NotImplementedError: one beside sequences of several lengths.
     """
     if score is mask is None:
         return None, ()
     if is_block_mask(mask):
-        fact = "mask cannot be a BlockMask, allowed is its mask_mod"
-        raise NotImplementedError(f"{FUNCTION}: {fact}, got one of shape {mask.shape}")
+        if len(set(lengths)) != 1:
+            fact = "mask can be a BlockMask if all sequences have one length, else its mask_mod"
+            raise NotImplementedError(f"{FUNCTION}: {fact}, got lengths {short(lengths)}")
+        shape = len(lengths), heads, lengths[0]
+        mask = mask_of(FUNCTION, "mask", mask, shape, shape)
     text, captures = written(FUNCTION, score, mask)
     # The tiles that a mask remembers are those of all its heads and queries, not of some.
     return text, tuple(x for x in captures if not isinstance(x, Carried))

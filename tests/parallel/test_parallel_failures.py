@@ -22,7 +22,7 @@ REFUSED = {  # what the error says on rank 1, which makes the wrong call
     "score": "TypeError: parallel.attention: f, which the score or mask reads, must be a torch",
     "mask": "TypeError: parallel.attention: mask must be a function or a cupyflash.Mask",
     "both": "ValueError: parallel.attention: softcap must be left out beside score=",
-    "block mask": "NotImplementedError: parallel.attention: mask cannot be a BlockMask",
+    "block mask": "NotImplementedError: parallel.attention: mask can be a BlockMask if",
     "seed": "ValueError: parallel.attention: dropout_seed must be at least 0",
     "bias": "NotImplementedError: parallel.attention: a bias spans all tokens",
     "lengths": "NotImplementedError: parallel.attention: the lengths of the shard say",

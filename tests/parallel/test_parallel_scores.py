@@ -61,6 +61,16 @@ def test_beside_other_options(lengths, two, four):
 
 
 @pytest.mark.parametrize("move", ["heads", "keys"])
+def test_block_masks(move, two):
+    for same, text in two.run(texts.block_masks, move):
+        assert same
+        assert text == (
+            "parallel.attention: mask must be of the lengths (40, 40) of queries and keys, got a "
+            "BlockMask of (40, 39)"
+        )
+
+
+@pytest.mark.parametrize("move", ["heads", "keys"])
 def test_ways_of_torch(move, two):
     for found in two.run(texts.ways, move):
         assert found == dict.fromkeys(("checkpoint", "compiled"), True)

@@ -5,6 +5,7 @@ import dataclasses
 import calls
 import torch
 import torch.distributed as dist
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import Score
@@ -103,6 +104,25 @@ def dlse_of(arguments):
     return torch.linspace(-1, 1, heads[0] * sum(lengths)).reshape(heads[0], -1)
 
 
+def block_masks(move):
+    """Whether a BlockMask of each sequence and head gives what its function does; and an error."""
+    inputs, _ = calls.problem([40, 40], "float32", (4, 2), 16, {})
+    shard = calls.shard_of([40, 40], move)
+    document = torch.arange(80).reshape(2, 40) // 9
+    mask = lambda b, h, q, k: (document[b, q] == document[b, k]) & (k + h <= q + 3)  # noqa: E731
+    leaves = [shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    results = []
+    blocks = create_block_mask(mask, 2, 4, 40, 40, "cpu", BLOCK_SIZE=8)
+    for given in (mask, blocks):
+        out = attention(*leaves, shard, mask=given, move=move)
+        results.append([out, *torch.autograd.grad(out, leaves, shard.take(inputs.dout))])
+    other = create_block_mask(mask, 2, 4, 40, 39, "cpu", BLOCK_SIZE=8)
+    try:
+        attention(*leaves, shard, mask=other, move=move)
+    except ValueError as error:
+        return all(map(torch.equal, *results)), str(error)
+
+
 def ways(move):
     """{way: whether its results are those of a plain call}, on this rank, with a score."""
     inputs, _ = calls.problem([30, 11], "float32", (4, 2), 16, {})
@@ -195,7 +215,7 @@ def with_both(arguments, ranks, band, learn=True):
     lengths, _, heads, *_ = arguments
     inputs, _ = calls.problem(*arguments)
     arrays = arrays_of("both", lengths, heads[0])
-    text, captures = text_of(*(x(*arrays) for x in TEXTS["both"][:2]))
+    text, captures = text_of(*(x(*arrays) for x in TEXTS["both"][:2]), tuple(lengths), 0)
     text = learning(text, [learn and x.dtype == "float32" for x in text.captures])
     text = CallText(text, captures, PLACES, 0, heads[0])
     found = in_one_process(inputs, lengths, ranks, band, {}, NO_EXTRAS, text)
