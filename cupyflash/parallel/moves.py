@@ -52,10 +52,10 @@ def moved(
         if slopes is not None and call.band.right != 0:
             of_call, captures = with_alibi(of_call, captures, slopes, options["softcap"])
             extras, options = extras._replace(alibi_slopes=None), options | {"softcap": 0.0}
-        if options["dropout_p"]:
+        seed = seed_array(FUNCTION, LIBRARY, q, extras.dropout_seed, options["dropout_p"])
+        extras = extras._replace(dropout_seed=seed)
+        if seed is not None:
             of_call = (of_call or Text("", "", ()))._replace(drops=True)
-            seed = seed_array(FUNCTION, LIBRARY, q, extras.dropout_seed, options["dropout_p"])
-            extras = extras._replace(dropout_seed=seed)
     text = None
     if of_call is not None:
         names = _names(call, across, along)

@@ -26,7 +26,7 @@ OPTIONS = [
     {"causal": True, "alibi": 2, "sinks": True},
     {"causal": True, "alibi": 1, "window": (9, None), "deterministic": True},
     {"sinks": True},
-    {"alibi": 2},
+    {"alibi": 2, "dropout_seed": 3},  # which drops nothing
     {"alibi": 1, "window": (5, 12), "sinks": True, "softcap": 4.0},
 ]
 WHOLE = {"alibi": 1, "window": (30, 30)}

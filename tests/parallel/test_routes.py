@@ -30,6 +30,7 @@ BANDS = {
     "full": ({}, Band()),
     "window": ({"causal": True, "window": (20, 0)}, Band(20, 0)),
     "both sides": ({"window": (7, 3)}, Band(7, 3)),
+    "steps": ({"causal": True, "window": (20, 0)}, Band(20, 0, 16)),
 }
 
 
