@@ -92,4 +92,5 @@ def folded(string: str, numbers: Sequence[float], batch: int) -> tuple[str, list
     ]
     if name not in "".join(parts):
         return string, list(numbers)
-    return encode_text(Text(*parts, (*text.captures, capture))), [*numbers, float(batch)]
+    text = text._replace(score=parts[0], mask=parts[1], captures=(*text.captures, capture))
+    return encode_text(text), [*numbers, float(batch)]
