@@ -17,6 +17,7 @@ from ..runtime.array import View
 from ..runtime.checks import short
 from ..runtime.lookup import library_of
 from ..runtime.operation import Carried
+from ..runtime.torch_tracking import refuse_sharded
 from .pieces import FUNCTION
 
 
@@ -50,12 +51,14 @@ def views_of(text: Text | None, captures: tuple, library: Any) -> tuple[View | N
 
     Raises:
         TypeError: an array that is no torch tensor.
+        NotImplementedError: a DTensor.
     """
     views = []
     for capture, x in zip(text.captures if text else (), captures, strict=True):
         if not capture.is_number and library_of(x) is not library:
             fact = f"{capture.name}, which the score or mask reads, must be a torch tensor"
             raise TypeError(f"{FUNCTION}: {fact}, got {short(x)}")
+        refuse_sharded(type(x))
         views.append(None if capture.is_number else library.view(x))
     return tuple(views)
 
