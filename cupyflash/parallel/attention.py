@@ -121,12 +121,12 @@ def _call(
     not_built: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     call = error = sharding = None
-    captures: tuple = ()
+    captures, found = (), None
     try:
         refuse_not_built(not_built)
         return_lse = plain_flag(FUNCTION, "return_lse", return_lse)
         heads = q.shape[1] if isinstance(q, Tensor) and q.dim() == 3 else 0  # checked below
-        text, captures = text_of(score, mask, shard.lengths, heads)
+        text, captures, found = text_of(score, mask, shard.lengths, heads)
         plain = Options(*plain_options(FUNCTION, **options), text)
         sharding = sharding_of(shard, q, k, v)
         if sharding is not None:
@@ -144,7 +144,7 @@ def _call(
     elif error is not None:
         with shard.failures.reported(FUNCTION):
             raise error
-    out, lse = moved(q, k, v, shard, call, extras, captures, return_lse)
+    out, lse = moved(q, k, v, shard, call, extras, (captures, found), return_lse)
     if sharding is None:
         return out, lse
     return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..ops.attention.options import Extras
 from ..ops.attention.score_text import Text
 from ..ops.attention.score_text.capture import SEQUENCE
+from ..ops.attention.score_text.tiles import FoundTiles
 from ..runtime.philox import seed_array
 from .checks import LIBRARY, Call
 from .copied import MOST_BYTES, CopiedKeys
@@ -37,10 +38,15 @@ def moved(
     shard: Shard,
     call: Call,
     extras: Extras,
-    captures: tuple,
+    read: tuple[tuple, FoundTiles | None],
     need_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of a checked call; None for an LSE that nobody needs."""
+    """(out, lse) of a checked call; None for an LSE that nobody needs.
+
+    Args:
+        read: what the text of the call reads, and tiles of its mask (`text_of`).
+    """
+    captures, found = read
     across, along = {
         "heads": (shard.teams[0], Team()),
         "keys": (Team(), shard.teams[0]),
@@ -59,7 +65,7 @@ def moved(
     text = None
     if of_call is not None:
         names = _names(call, across, along)
-        text = CallText(of_call, captures, names, first_head, call.heads[0])
+        text = CallText(of_call, captures, names, first_head, call.heads[0], found)
     if heads is not None:
         q, k, v = split_heads(heads, q, k, v)
         mine = slice(first_head, first_head + q.shape[1])

@@ -96,7 +96,7 @@ class DeviceCall:
         extras = extras._replace(alibi_slopes=slopes, **ends)
         if text is None:
             return extras, plain
-        of_call, captures = text.of(self.places)
+        of_call, captures = text.of(self.places, self)
         return (*extras, *captures), (*plain, of_call)
 
 

@@ -13,18 +13,18 @@ from ..ops.attention.score_text.block_mask import is_block_mask, mask_of
 from ..ops.attention.score_text.encode import joined
 from ..ops.attention.score_text.pieces import of_pieces, values_of_pieces
 from ..ops.attention.score_text.scores import written
+from ..ops.attention.score_text.tiles import FoundTiles
 from ..runtime.array import View
 from ..runtime.checks import short
 from ..runtime.lookup import library_of
-from ..runtime.operation import Carried
 from ..runtime.torch_tracking import refuse_sharded
 from .pieces import FUNCTION
 
 
 def text_of(
     score: Any, mask: Any, lengths: tuple[int, ...], heads: int
-) -> tuple[Text | None, tuple]:
-    """(the text of both arguments, the arrays and numbers that it reads).
+) -> tuple[Text | None, tuple, FoundTiles | None]:
+    """(the text of both arguments, the arrays and numbers that it reads, perhaps found tiles).
 
     Args:
         lengths, heads: of the sequences, and of q, for a BlockMask.
@@ -34,16 +34,16 @@ def text_of(
         NotImplementedError: one beside sequences of several lengths.
     """
     if score is mask is None:
-        return None, ()
+        return None, (), None
     if is_block_mask(mask):
         if len(set(lengths)) != 1:
             fact = "mask can be a BlockMask if all sequences have one length, else its mask_mod"
             raise NotImplementedError(f"{FUNCTION}: {fact}, got lengths {short(lengths)}")
         shape = len(lengths), heads, lengths[0]
         mask = mask_of(FUNCTION, "mask", mask, shape, shape)
-    text, captures = written(FUNCTION, score, mask)
-    # The tiles that a mask remembers are those of all its heads and queries, not of some.
-    return text, tuple(x for x in captures if not isinstance(x, Carried))
+    text, values = written(FUNCTION, score, mask)
+    captures = values[: len(text.captures)]
+    return text, captures, values[-1] if len(values) > len(captures) else None
 
 
 def views_of(text: Text | None, captures: tuple, library: Any) -> tuple[View | None, ...]:
@@ -98,6 +98,7 @@ class CallText(NamedTuple):
         names: the variables that these calls count from elsewhere (`of_pieces`).
         first_head: the number of the first head of a call.
         heads: how many there are in all.
+        found: the tiles of the mask, if it remembers them.
     """
 
     text: Text
@@ -105,15 +106,20 @@ class CallText(NamedTuple):
     names: frozenset[str]
     first_head: int
     heads: int
+    found: FoundTiles | None = None
 
-    def of(self, pieces: Tensor | None) -> tuple[Text, tuple]:
+    def of(self, pieces: Tensor | None, part: Any = None) -> tuple[Text, tuple]:
         """The text of one call, and what it reads.
 
         Args:
             pieces: where the sequences of the call begin (`values_of_pieces`).
+            part: what stands for the call, if it has a part of the queries.
         """
         text = of_pieces(self.text, self.names)
-        return text, values_of_pieces(text, self.captures, pieces, self.first_head, self.heads)
+        values = values_of_pieces(text, self.captures, pieces, self.first_head, self.heads)
+        if self.found is None:
+            return text, values
+        return text, (*values, self.found if part is None else self.found.of(part))
 
     def of_heads(self, first: int) -> "CallText":
         """The same for a call whose heads begin at this one of those of this."""

@@ -215,7 +215,7 @@ def with_both(arguments, ranks, band, learn=True):
     lengths, _, heads, *_ = arguments
     inputs, _ = calls.problem(*arguments)
     arrays = arrays_of("both", lengths, heads[0])
-    text, captures = text_of(*(x(*arrays) for x in TEXTS["both"][:2]), tuple(lengths), 0)
+    text, captures, _ = text_of(*(x(*arrays) for x in TEXTS["both"][:2]), tuple(lengths), 0)
     text = learning(text, [learn and x.dtype == "float32" for x in text.captures])
     text = CallText(text, captures, PLACES, 0, heads[0])
     found = in_one_process(inputs, lengths, ranks, band, {}, NO_EXTRAS, text)
