@@ -22,25 +22,38 @@ __device__ __forceinline__ float kept_weight(float weight) {
   return __int_as_float(max(__float_as_int(weight), 0));
 }
 
+// Params is FlashFwdParams or FlashBwdParams.
+template <class Params>
+__device__ __forceinline__ FirstWeight first_weight(const Params& params, int batch, int head) {
+  if constexpr (HAS_USER_DROPOUT) {
+    return text::first_weight(batch, head, params);
+  } else {
+    return {uint32_t(batch * params.shape.heads_q + head), 0, 0};
+  }
+}
+
 struct Dropout {
   uint64_t seed;
   uint32_t limit;  // a weight is dropped if its bits, in the upper half of a word, are below this
-  uint32_t z;
+  FirstWeight first;
 
-  __device__ Dropout(uint64_t seed, const AttentionShape& shape, int batch, int head)
+  template <class Params>
+  __device__ Dropout(uint64_t seed, const Params& params, int batch, int head)
       : seed(seed),
-        limit(uint32_t(shape.dropout_threshold) << 16),
-        z(batch * shape.heads_q + head) {}
+        limit(uint32_t(params.shape.dropout_threshold) << 16),
+        first(first_weight(params, batch, head)) {}
 
   // Drops weights; row and col are those of acc[0][0] in this lane. The fragment starts at
   // multiples of 16.
   template <Dropped AS, int N>
   __device__ __forceinline__ void apply(float (&acc)[N][4], uint32_t row, uint32_t col) const {
     static_assert(N % 2 == 0, "random numbers come for 16 columns at a time");
+    row += first.row;
+    col += first.col;
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       const uint4 random =
-          philox(seed, row / 16 * 8 + row % 8, (col / 16 + n / 2) * 4 + col / 2 % 4, z);
+          philox(seed, row / 16 * 8 + row % 8, (col / 16 + n / 2) * 4 + col / 2 % 4, first.z);
       const uint32_t words[4] = {random.x, random.y, random.z, random.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -59,13 +72,15 @@ struct Dropout {
   __device__ __forceinline__ void apply_transposed(float (&acc)[N][4], uint32_t key,
                                                    uint32_t query) const {
     static_assert(N % 2 == 0, "random numbers come for 16 queries at a time");
+    key += first.col;
+    query += first.row;
     const bool odd = key % 2;
     const uint32_t own_halves = odd ? 0x7632 : 0x5410;  // byte selectors: the upper or lower halves
     const uint32_t other_halves = odd ? 0x5410 : 0x7632;
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      const uint4 random =
-          philox(seed, (query / 16 + n / 2) * 8 + query % 8 + odd, key / 16 * 4 + key / 2 % 4, z);
+      const uint4 random = philox(seed, (query / 16 + n / 2) * 8 + query % 8 + odd,
+                                  key / 16 * 4 + key / 2 % 4, first.z);
       const uint32_t words[4] = {random.x, random.y, random.z, random.w};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {  // queries of acc[n + j]; the halves are for keys key, key + 8

@@ -196,7 +196,7 @@ struct Score {
   __device__ __forceinline__ void apply_dropout(float (&p)[N][4],
                                                 const ScorePlace<Rows::QUERIES>& at) const {
     if constexpr (Options::DROPOUT) {
-      Dropout(*at.dropout_seed, params.shape, at.batch, at.head)
+      Dropout(*at.dropout_seed, params, at.batch, at.head)
           .template apply<Dropped::ZERO>(p, at.row, at.col);
     }
   }

@@ -53,7 +53,7 @@ __device__ __forceinline__ void recompute_weights(float (&s)[N][4],
     }
   }
   if constexpr (Options::DROPOUT) {
-    const Dropout dropout(*at.dropout_seed, score.params.shape, at.batch, at.head);
+    const Dropout dropout(*at.dropout_seed, score.params, at.batch, at.head);
     if constexpr (ROWS == Rows::QUERIES) {
       dropout.template apply<Dropped::NEGATIVE>(s, at.row, at.col);
     } else {

@@ -7,6 +7,9 @@
 //          query and key within the sequence. N is Scaled (text/scaled.cuh), or in the backward
 //          Dual (text/dual.cuh), which carries the derivative. A score of -INF masks.
 //   mask   whether the query sees the key
+//
+// The host can also define USER_DROPOUT and text::first_weight, for a call that computes a part of
+// more: dropout numbers its weights from there on.
 #pragma once
 #include "text/captures.cuh"
 #include "text/dual.cuh"
@@ -31,6 +34,18 @@ struct MaskTiles {};
 #endif
 constexpr bool HAS_USER_SCORE = USER_SCORE;
 constexpr bool HAS_USER_MASK = USER_MASK;
+#ifdef USER_DROPOUT
+constexpr bool HAS_USER_DROPOUT = true;
+#else
+constexpr bool HAS_USER_DROPOUT = false;
+#endif
+
+// Where dropout numbers the weights of a sequence and a query head from.
+struct FirstWeight {
+  uint32_t z;    // the number of the sequence times all query heads, plus that of the head
+  uint32_t row;  // multiples of 16
+  uint32_t col;
+};
 
 // What no text defines is declared for the branches that are not compiled then.
 namespace text {
@@ -40,5 +55,8 @@ __device__ N user_score(N score, int batch, int head, int query, int key, const 
 #endif
 #if !USER_MASK
 __device__ bool user_mask(int batch, int head, int query, int key, const Captures& captures);
+#endif
+#ifndef USER_DROPOUT
+__device__ FirstWeight first_weight(int batch, int head, const Captures& captures);
 #endif
 }  // namespace text

@@ -1,11 +1,9 @@
 """`attention` of packed sequences whose tokens are divided among the ranks of a `Shard`."""
 
 import functools
-import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -15,20 +13,14 @@ from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
 from .agreement import ERRORS, agree
 from .checks import Call, checked, refuse_not_built
-from .copied import MOST_BYTES, CopiedKeys
-from .copied_heads import CopiedHeads
-from .exchange import calls, exchange
-from .gathered import GatheredKeys
-from .heads import Heads, join_heads, numbered, split_heads, whole_sequences
-from .over_keys import AttentionOverKeys, Keys
-from .peers import peers_of
-from .pieces import FUNCTION, DeviceCall
-from .routes import routes
+from .moves import kept, moved
+from .pieces import FUNCTION
 from .shard import Shard
 from .sharded import sharding_of
-from .transport import Team
+from .texts import text_of
 
-logger = logging.getLogger("cupyflash")
+if TYPE_CHECKING:
+    from ..ops.attention.score_text.scores import Mask, Score
 
 
 def attention(
@@ -43,6 +35,8 @@ def attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score: "Score | Callable | None" = None,
+    mask: "Mask | Callable | None" = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -54,8 +48,9 @@ def attention(
     """`cupyflash.attention` in each of the packed sequences of which the ranks hold the tokens.
 
     All ranks of the shard call it with the same options. Gradients flow as on one GPU: those of q,
-    k and v belong to the tokens of this rank. The gradient of the sinks is the part that this rank
-    has computed; the parts of all ranks add up to the whole, as those of weights do.
+    k and v belong to the tokens of this rank. The gradients of the sinks and of what a score reads
+    are the part that this rank has computed; the parts of all ranks add up to the whole, as those
+    of weights do.
 
     On a CPU all ranks compare their calls before anything is sent. On a GPU, where that waits for
     it, they do so in the first call of a shard, and in every call with CUPYFLASH_DEBUG=1.
@@ -71,8 +66,11 @@ def attention(
             tokens, so that "top-left" and "bottom-right" mean the same.
         alibi_slopes: float32 (heads_q,) or (sequences, heads_q).
         sinks: (heads_q,), float32 or dtype of q, the same on all ranks.
-        dropout_p, dropout_seed: as there, where only heads travel; an equal seed on all ranks drops
-            what it drops on one. Without a seed each rank draws one for its heads.
+        score, mask: as in `cupyflash.attention`, of the numbers of sequence and head among all, and
+            of places in the whole sequence. What they read is the same on all ranks, of all heads
+            and tokens. A mask does not change which keys travel, as a window does.
+        dropout_p, dropout_seed: as there; an equal seed on all ranks drops what it drops on one.
+            Without a seed each rank draws one.
         return_lse: return (out, lse); lse float32 (heads_q, tokens of this rank), differentiable.
         deterministic, precision: as in `cupyflash.attention`.
         move: "heads": an all-to-all before and after, and each head is computed as on one GPU, with
@@ -88,8 +86,8 @@ def attention(
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`, on all ranks, with the
             number of the rank whose call is wrong. ValueError: ranks with other options.
-            NotImplementedError: ``not_built``; dropout, and ALiBi that is not causal, where keys
-            travel.
+            NotImplementedError: ``not_built``, which a score or a mask can say; a BlockMask beside
+            sequences of several lengths, whose mask_mod is allowed.
         RankError: another rank has failed or left.
     """
     if not isinstance(shard, Shard):
@@ -99,7 +97,7 @@ def attention(
         "dropout_p": dropout_p, "deterministic": deterministic, "precision": precision,
     }  # fmt: skip
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
-    arguments = (q, k, v, shard, options, extras, return_lse, move, not_built)
+    arguments = (q, k, v, shard, options, extras, score, mask, return_lse, move, not_built)
     if compiling():
         from ..runtime.torch_graphs import eagerly  # which imports much that few need
 
@@ -116,135 +114,64 @@ def _call(
     shard: Shard,
     options: dict[str, Any],
     extras: Extras,
+    score: Any,
+    mask: Any,
     return_lse: bool,
     move: str,
     not_built: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     call = error = sharding = None
+    captures, found = (), None
     try:
         refuse_not_built(not_built)
         return_lse = plain_flag(FUNCTION, "return_lse", return_lse)
-        plain = Options(*plain_options(FUNCTION, **options))
+        heads = q.shape[1] if isinstance(q, Tensor) and q.dim() == 3 else 0  # checked below
+        text, captures, found = text_of(score, mask, shard.lengths, heads)
+        plain = Options(*plain_options(FUNCTION, **options), text)
         sharding = sharding_of(shard, q, k, v)
         if sharding is not None:
             q, k, v = (x.to_local() for x in (q, k, v))
         q, k, v, extras = _autocast(q, k, v, extras)
-        call = _checked(q, k, v, shard, plain, extras, move)
+        call = _checked(q, k, v, shard, plain, extras, move, captures)
     except ERRORS as raised:
         error = raised
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v))
     if not (on_gpu and shard.agreed) or environment.current().debug:
-        agree(FUNCTION, shard.teams, shard.failures, f"{call}, return_lse={return_lse}", error)
+        numbers = [x for x in captures if not isinstance(x, Tensor)]
+        facts = f"{call}, return_lse={return_lse}, numbers {numbers}"
+        agree(FUNCTION, shard.teams, shard.failures, facts, error)
         shard.agreed = True
     elif error is not None:
         with shard.failures.reported(FUNCTION):
             raise error
-    out, lse = _moved(q, k, v, shard, call, extras, return_lse)
+    out, lse = moved(q, k, v, shard, call, extras, (captures, found), return_lse)
     if sharding is None:
         return out, lse
     return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)
 
 
 def _checked(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, options: Options, extras: Extras, move: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: Shard,
+    options: Options,
+    extras: Extras,
+    move: str,
+    captures: tuple,
 ) -> Call:
     """`checked`, once for calls that are alike."""
-    tensors = (q, k, v, *extras)
-    if not all(x is None or isinstance(x, Tensor) for x in tensors) or not isinstance(move, str):
-        return checked(q, k, v, shard, options, extras, move)
+    given = (q, k, v, *extras)
+    make = functools.partial(checked, q, k, v, shard, options, extras, move, captures)
+    if not all(x is None or isinstance(x, Tensor) for x in given) or not isinstance(move, str):
+        return make()
     facts = (
-        x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-        for x in tensors
+        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+        if isinstance(x, Tensor)
+        else type(x)
+        for x in (*given, *captures)
     )
-    key = "checked", options, move, torch.is_grad_enabled(), *facts
-    return _kept(shard, key, lambda: checked(q, k, v, shard, options, extras, move))
-
-
-def _moved(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, call: Call, extras: Extras, need_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of a checked call; None for an LSE that nobody needs."""
-    across, along = {
-        "heads": (shard.teams[0], Team()),
-        "keys": (Team(), shard.teams[0]),
-    }.get(call.move, (shard.teams[0], shard.teams[-1]))
-    heads = _heads(shard, across, q.device) if across.size > 1 else None
-    if heads is not None:
-        q, k, v = split_heads(heads, q, k, v)
-        mine = slice(across.rank * q.shape[1], (across.rank + 1) * q.shape[1])
-        slopes, sinks = (
-            None if x is None else x[..., mine] for x in (extras.alibi_slopes, extras.sinks)
-        )
-        extras = extras._replace(alibi_slopes=slopes, sinks=sinks)
-    if along.size == 1:
-        lengths, slopes = shard.lengths, extras.alibi_slopes
-        if call.options["dropout_p"] and across.size > 1:
-            lengths = numbered(lengths, across)
-            if slopes is not None and slopes.dim() == 2:
-                extras = extras._replace(alibi_slopes=slopes.repeat_interleave(across.size, 0))
-        make = functools.partial(_ends, lengths)
-        ends = shard.on(q.device, ("cu_seqlens", len(lengths)), make)
-        out, lse = whole_sequences(q, k, v, lengths, ends, call.options, extras)
-    else:
-        keys = _keys(shard, across.size, along, call, k, v)
-        group = keys.way.heads_at_once(k, v)
-        options = {x: call.options[x] for x in ("scale", "softcap", "deterministic", "precision")}
-        arrays = (q, k, v, extras.alibi_slopes, extras.sinks)
-        out, lse = AttentionOverKeys.apply(*arrays, keys, options, group)
-    if heads is not None:
-        out = join_heads(heads, out)
-        lse = join_heads(heads, lse.t()).t() if need_lse else None
-    return out, lse
-
-
-def _heads(shard: Shard, team: Team, device: torch.device) -> Heads | CopiedHeads:
-    """The way between tokens and heads in the team of this rank."""
-    first = shard.rank - team.rank
-
-    def make() -> Heads | CopiedHeads:
-        ranks, peers = range(first, first + team.size), peers_of(team, device)
-        if peers is None:
-            indices = [shard.tokens.index(rank) for rank in ranks]
-            return Heads.of(team, shard.failures, indices, device)
-        whole = shard.tokens.teams(team.size).runs(first // team.size)
-        runs = [shard.tokens.runs(rank) for rank in ranks]
-        return CopiedHeads(team, shard.failures, peers, whole, runs)
-
-    return _kept(shard, ("heads", team.size, device), make)
-
-
-def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor) -> Keys:
-    """The calls of this rank, and the way of the keys between teams of ``size`` ranks."""
-    tokens, device = shard.tokens.teams(size), k.device
-    key = size, call.band, device
-
-    def copied() -> CopiedKeys | None:
-        peers = peers_of(team, device)
-        rows = [int(x.cu_seqlens_k[-1]) for x in mine]
-        return peers and CopiedKeys(team, shard.failures, peers, routes(tokens, call.band), rows)
-
-    def gathered() -> GatheredKeys:
-        plan = exchange(tokens, team.rank, call.band)
-        logger.debug("%s: %s of %s, %s", FUNCTION, call.move, shard, plan.kind)
-        return GatheredKeys.of(team, shard.failures, plan, [x.keys for x in mine], device)
-
-    mine = _kept(shard, ("calls", *key), lambda: calls(tokens, team.rank, call.band))
-    way = _kept(shard, ("copied", *key), copied)
-    if way is None or way.size(k, v) > MOST_BYTES:
-        way = _kept(shard, ("gathered", *key), gathered)
-    made = _kept(shard, ("device", *key), lambda: [DeviceCall.of(x, device) for x in mine])
-    return Keys(made, way)
-
-
-def _kept(shard: Shard, key: tuple, make: Callable[[], Any]) -> Any:
-    if key not in shard.kept:
-        shard.kept[key] = make()
-    return shard.kept[key]
-
-
-def _ends(lengths: tuple[int, ...]) -> numpy.ndarray:
-    """int32 (sequences + 1,), where the sequences begin, and the end of the last."""
-    return numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32)
+    return kept(shard, ("checked", options, move, torch.is_grad_enabled(), *facts), make)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..ops.attention.checks import check
 from ..ops.attention.options import Extras, Options
+from ..ops.attention.score_text import Text
 from ..runtime.checks import short
 from ..runtime.lookup import library_of
 from ..runtime.philox import is_number, require_seed_array, seed_array
@@ -14,15 +15,19 @@ from . import choice
 from .exchange import share
 from .pieces import FUNCTION
 from .shard import Shard
+from .texts import views_of
 from .tokens import Band
 
 LIBRARY = library_of(torch.empty(0))
 
-# Arguments of `cupyflash.attention` that are not built here.
+# Arguments of `cupyflash.attention` that are not built here, and what says the same.
 NOT_BUILT = {
-    "bias": "a bias spans all tokens, and packed sequences have none: allowed is None",
-    "seqused_q": "the lengths of the shard say which tokens count: allowed is None",
-    "seqused_k": "the lengths of the shard say which tokens count: allowed is None",
+    "bias": "a bias spans all tokens, and packed sequences have none: write score + bias[batch, "
+    "head, query, key] as score=, allowed is None",
+    "seqused_q": "the lengths of the shard say which tokens count: write query < seqused_q[batch] "
+    "as mask=, allowed is None",
+    "seqused_k": "the lengths of the shard say which tokens count: write key < seqused_k[batch] as "
+    "mask=, allowed is None",
     "layout": "q, k and v are (tokens, heads, head_dim): allowed is no layout",
 }
 
@@ -37,7 +42,9 @@ class Call(NamedTuple):
         heads: of q and of k.
         dims: of q and k, and of v.
         dtype: of q, k and v.
-        extras: the seed, or whether there is none; the shapes and dtypes of the optional arrays.
+        text: of the score and the mask.
+        extras: the seed, or whether there is none; the shapes and dtypes of the optional arrays
+            and of what the text reads.
         sequences: of the shard.
         gradient: whether a backward pass may follow.
     """
@@ -48,15 +55,26 @@ class Call(NamedTuple):
     heads: tuple[int, int]
     dims: tuple[int, int]
     dtype: torch.dtype
+    text: Text | None
     extras: list[Any]
     sequences: int
     gradient: bool
 
 
 def checked(
-    q: Tensor, k: Tensor, v: Tensor, shard: Shard, options: Options, extras: Extras, move: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: Shard,
+    options: Options,
+    extras: Extras,
+    move: str,
+    captures: tuple = (),
 ) -> Call:
     """The facts of a call.
+
+    Args:
+        captures: what the text of the options reads.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `parallel.attention` says.
@@ -81,25 +99,27 @@ def checked(
         given["alibi_slopes"] = slopes[0] if len(slopes) else slopes.new_empty(slopes.shape[1])
     views = {name: LIBRARY.view(x[None] if name in "qkv" else x) for name, x in given.items()}
     tensors = {name: views.pop(name) for name in "qkv"}
-    check(FUNCTION, tensors, options, views)
+    check(FUNCTION, tensors, options, views, views_of(options.text, captures, LIBRARY))
     if is_number(seed):
         seed_array(FUNCTION, LIBRARY, torch.empty(0), seed, options.dropout_p)
     elif seed is not None:
         require_seed_array(FUNCTION, LIBRARY, q, seed)
     band = _band(options)
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
-    tensors = [x for x in (q, k, v, extras.sinks) if x is not None]
+    read = [x for x in captures if isinstance(x, Tensor)]
+    tensors = [x for x in (q, k, v, extras.sinks, *read) if x is not None]
     kept = options._asdict()
     del kept["layout"], kept["max_seqlens"], kept["text"]
     return Call(
         kept,
         band,
-        _move(shard, move, heads, dims, q.element_size(), band, _wholes(options, band, slopes)),
+        _move(shard, move, heads, dims, q.element_size(), band, _costs_more(options, band, slopes)),
         heads,
         dims,
         q.dtype,
+        options.text,
         [seed if is_number(seed) else seed is None]
-        + [None if x is None else (tuple(x.shape), x.dtype) for x in (slopes, extras.sinks)],
+        + [None if x is None else (tuple(x.shape), x.dtype) for x in (slopes, extras.sinks, *read)],
         len(shard.lengths),
         torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
     )
@@ -117,7 +137,8 @@ def refuse_not_built(arguments: dict[str, Any]) -> None:
 def _band(options: Options) -> Band:
     """The keys that a query sees, without limits that no sequence reaches."""
     left, right = (None if x in (None, -1) else x for x in options.window or (None, None))
-    return Band(left, 0 if options.causal else right)
+    # Dropout draws the numbers of 16 queries and 16 keys together.
+    return Band(left, 0 if options.causal else right, 16 if options.dropout_p else 1)
 
 
 def _move(
@@ -127,16 +148,15 @@ def _move(
     dims: tuple[int, int],
     item: int,
     band: Band,
-    wholes: str,
+    costs_more: bool,
 ) -> str:
     """The move that is made.
 
     Args:
-        wholes: what an option asks for that needs whole sequences, or "".
+        costs_more: an option takes heads, if nothing else is asked for.
 
     Raises:
         ValueError: another one than the shard has, or heads that the ranks cannot divide.
-        NotImplementedError: keys travel where an option needs whole sequences.
     """
     mesh = len(shard.teams) == 2
     allowed = ("auto", "heads x keys") if mesh else ("auto", "heads", "keys")
@@ -147,23 +167,16 @@ def _move(
     if move == "auto":
         seen = 1.0 if band.left is None else share(shard.tokens, band)
         move = "heads x keys" if mesh else choice.choose(
-            shard.ranks, heads, dims, item, needs_heads=bool(wholes), share=seen
+            shard.ranks, heads, dims, item, prefers_heads=costs_more, share=seen
         )  # fmt: skip
     ranks = {"heads": shard.ranks, "keys": 1}.get(move, shard.teams[0].size)
     if not choice.heads_divide(ranks, *heads):
         fact = f"heads of q must be a multiple of the {ranks} ranks that divide them, and those of "
         fact += "k a multiple or a divisor"
         raise ValueError(f"{FUNCTION}: {fact}, got {heads[0]} and {heads[1]}")
-    if wholes and move != "heads" and shard.ranks > ranks:
-        raise NotImplementedError(f"{FUNCTION}: {wholes}; allowed is move='heads', got {move!r}")
     return move
 
 
-def _wholes(options: Options, band: Band, slopes: Tensor | None) -> str:
-    """What a rank can only do with whole sequences, or ""."""
-    if options.dropout_p:
-        fact = "dropout_p where keys travel must be 0, as the kernels number the queries of a part "
-        return f"{fact}from 0 and would drop other weights than one rank does"
-    if slopes is not None and band.right != 0:
-        return "alibi_slopes where keys travel must come with causal=True"
-    return ""
+def _costs_more(options: Options, band: Band, slopes: Tensor | None) -> bool:
+    """Whether an option has kernels of its own where keys travel, which are slower."""
+    return bool(options.dropout_p) or (slopes is not None and band.right != 0)

@@ -51,7 +51,7 @@ def choose(
     head_dims: tuple[int, int],
     item: int,
     *,
-    needs_heads: bool = False,
+    prefers_heads: bool = False,
     share: float = 1.0,
 ) -> str:
     """The move, "heads" or "keys", that moves fewer bytes that attention does not hide.
@@ -61,12 +61,12 @@ def choose(
     Args:
         heads: of q and of k.
         item: bytes of an element.
-        needs_heads: an option asks for whole sequences.
+        prefers_heads: an option costs more where keys travel.
         share: of the keys of other ranks, those that a rank sees: with a window only they travel.
     """
     if not heads_divide(ranks, *heads):
         return "keys"
-    if needs_heads:
+    if prefers_heads:
         return "heads"
     across = 2 * heads_bytes(ranks, heads, head_dims, item)
     along = [keys_bytes(ranks, heads[1], head_dims, size) for size in (item, item, 4)]

@@ -10,6 +10,7 @@ import functools
 
 import numpy
 
+from ..ops.attention.score_text.capture import SEQUENCE
 from .tokens import Band, Pieces, Tokens, ranges, union
 
 MOST_TO_SEND = 0.5  # `share` up to which an all-to-all pays: attention hides an all-gather better
@@ -124,11 +125,13 @@ class Call:
     """One call of attention of packed sequences: each piece of queries with the keys that it sees.
 
     Attributes:
-        queries: int64, the rows of the queries of this rank; None for all of them.
+        queries: int64, the rows of the queries of this rank, -1 for one that stands in front of a
+            piece so that this begins at a multiple of the step of the band; None for all rows.
         first: int64 (pieces,), the number of the first key of each piece; the others follow it.
         cu_seqlens_q, cu_seqlens_k: int32 (pieces + 1).
         longest: the longest piece of queries, and of keys.
-        sequences: int64 (pieces,), the sequence of each piece.
+        places: int32 (3, pieces), the positions of the first query and the first key of each piece
+            in its sequence, and the number of that.
         window: of the call, None for no limit. Its diagonal ends at the last key, which lies
             further right than the last query where queries see keys to their right.
     """
@@ -138,8 +141,13 @@ class Call:
     cu_seqlens_q: numpy.ndarray
     cu_seqlens_k: numpy.ndarray
     longest: tuple[int, int]
-    sequences: numpy.ndarray
+    places: numpy.ndarray
     window: tuple[int | None, int | None] | None
+
+    @property
+    def sequences(self) -> numpy.ndarray:
+        """int32 (pieces,), the sequence of each piece."""
+        return self.places[SEQUENCE]
 
     @property
     def keys(self) -> numpy.ndarray:
@@ -151,32 +159,43 @@ def calls(tokens: Tokens, rank: int, band: Band) -> list[Call]:
     """The calls that compute all queries of a rank: one, if all pieces can have the same window."""
     pieces = tokens.pieces(rank)
     seen = tokens.seen(pieces, band)
-    shifts = seen.end - pieces.end if band != Band() else numpy.zeros_like(seen.end)
+    shifts = seen.end - pieces.end if band.limited else numpy.zeros_like(seen.end)
     counts = pieces.end - pieces.begin
     rows = numpy.cumsum(counts) - counts
+    before = pieces.begin % band.step
+    pieces = pieces._replace(begin=pieces.begin - before)
     made = []
     for shift in numpy.unique(shifts):
         chosen = numpy.flatnonzero(shifts == shift)
         some, keys = (Pieces(*(y[chosen] for y in x)) for x in (pieces, seen))
         first = tokens.starts[keys.sequence]
-        whole = len(chosen) == len(shifts)
+        whole = len(chosen) == len(shifts) and not before.any()
         window = None
-        if band != Band():
+        if band.limited:
             left = None if band.left is None else band.left + int(shift)
             right = None if band.right is None else band.right - int(shift)
             window = left, right
         made.append(
             Call(
-                None if whole else ranges(rows[chosen], rows[chosen] + counts[chosen]),
+                None if whole else _rows_behind(rows[chosen], counts[chosen], before[chosen]),
                 first + keys.begin,
                 _cumulative(some),
                 _cumulative(keys),
                 (_longest(some), _longest(keys)),
-                some.sequence,
+                numpy.stack([some.begin, keys.begin, some.sequence]).astype(numpy.int32),
                 window,
             )
         )
     return made
+
+
+def _rows_behind(
+    rows: numpy.ndarray, counts: numpy.ndarray, before: numpy.ndarray
+) -> numpy.ndarray:
+    """So many rows of each piece, from its first one on, and as many -1 in front of them."""
+    numbers = ranges(rows - before, rows + counts)
+    numbers[ranges(-before, counts) < 0] = -1
+    return numbers
 
 
 def _cumulative(pieces: Pieces) -> numpy.ndarray:

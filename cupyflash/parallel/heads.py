@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops.attention.operations import FORWARD
 from ..ops.attention.options import Extras, plain_options
+from ..ops.attention.score_text import Text
 from .pieces import FUNCTION
 from .transport import Failures, Team, all_to_all
 
@@ -118,15 +119,21 @@ def whole_sequences(
     cu_seqlens: Tensor,
     options: dict[str, Any],
     extras: Extras,
+    text: tuple[Text, tuple] | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse (heads, tokens)) of all tokens of sequences, as one process computes them."""
+    """(out, lse (heads, tokens)) of all tokens of sequences, as one process computes them.
+
+    Args:
+        text: that of the call, and what it reads.
+    """
+    texts, captures = ((), ()) if text is None else (text[:1], text[1])
     if len(lengths) == 1:
-        plain = plain_options(FUNCTION, **options)
+        plain = (*plain_options(FUNCTION, **options), *texts)
         arrays = (q[None], k[None], v[None])
-        arrays = (*arrays, *extras) if any(x is not None for x in extras) else arrays
-        out, lse = FORWARD(FUNCTION, arrays, (plain, True))
+        arrays = (*arrays, *extras) if texts or any(x is not None for x in extras) else arrays
+        out, lse = FORWARD(FUNCTION, (*arrays, *captures), (plain, True))
         return out[0], lse[0]
     longest = max(lengths, default=0)
     plain = plain_options(FUNCTION, layout="thd", max_seqlens=(longest, longest), **options)
     extras = extras._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    return FORWARD(FUNCTION, (q, k, v, *extras), (plain, True))
+    return FORWARD(FUNCTION, (q, k, v, *extras, *captures), ((*plain, *texts), True))

@@ -19,10 +19,20 @@ import numpy
 
 
 class Band(NamedTuple):
-    """The keys that a query sees on each side of its own position; None is unlimited."""
+    """The keys that a query sees on each side of its own position; None is unlimited.
+
+    Attributes:
+        step: the queries and the keys of a piece begin at a multiple of it.
+    """
 
     left: int | None = None
     right: int | None = None
+    step: int = 1
+
+    @property
+    def limited(self) -> bool:
+        """Whether a query does not see all keys."""
+        return self.left is not None or self.right is not None
 
 
 class Pieces(NamedTuple):
@@ -169,7 +179,7 @@ class Tokens:
         lengths = self.lengths[pieces.sequence]
         begin, end = numpy.zeros_like(pieces.begin), lengths
         if band.left is not None:
-            begin = numpy.maximum(0, pieces.begin - band.left)
+            begin = numpy.maximum(0, pieces.begin - band.left) // band.step * band.step
         if band.right is not None:
             end = numpy.minimum(lengths, pieces.end + band.right)
         return Pieces(pieces.sequence, begin, end)

@@ -9,7 +9,7 @@ J. K. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -103,6 +103,19 @@ def keep_rows(seed: int, threshold: int, rows: range, columns: int) -> Array:
     return (halves >= threshold).reshape(len(rows), 8 * len(column))[:, :columns]
 
 
+class FirstWeight(NamedTuple):
+    """The place of the first weight of a call that computes a part of more.
+
+    Attributes:
+        head: sequence * heads_q + head of its first head, among all.
+        row, col: of its first query and key in their sequence, multiples of 16.
+    """
+
+    head: int
+    row: int
+    col: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Dropout:
     """Dropout of one call.
@@ -112,23 +125,30 @@ class Dropout:
         threshold: weights are dropped with probability ``threshold / 2**16``.
         first_sequence: index, in the batch of the call, of the first sequence of the arrays that
             `factors` gets.
+        first: where the weights of that sequence begin, if the call is a part; then it is the only
+            one of these arrays.
     """
 
     seed: int
     threshold: int
     first_sequence: int
+    first: FirstWeight | None = None
 
     @classmethod
-    def of(cls, dropout_p: float, seed: int, first_sequence: int) -> "Dropout | None":
+    def of(
+        cls, dropout_p: float, seed: int, first_sequence: int, first: FirstWeight | None = None
+    ) -> "Dropout | None":
         """The dropout of a call, or None if it drops nothing."""
         threshold = dropout_threshold(dropout_p)
-        return cls(seed, threshold, first_sequence) if threshold else None
+        return cls(seed, threshold, first_sequence, first) if threshold else None
 
     def factors(self, weights: Array, row: int, col: int) -> Array:
         """0 or 1 / (1 - p) for weights (batch, heads_kv, group, m, n) from this row and column."""
         xp = array_namespace(weights)
         batch, heads_kv, group, m, n = weights.shape
         first = self.first_sequence * heads_kv * group
+        if self.first is not None:
+            first, row, col = self.first.head, self.first.row + row, self.first.col + col
         heads = xp.arange(first, first + batch * heads_kv * group, dtype="uint64")
         kept = keep_mask(self.seed, self.threshold, heads, range(row, row + m), range(col, col + n))
         return kept.reshape(weights.shape) * weights.dtype.type(dropout_scale(self.threshold))

@@ -22,6 +22,8 @@ from cupyflash.ops.attention.kind import Access, Features, Kind
 from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
 from cupyflash.ops.attention.passes import Pass, Wanted
 from cupyflash.ops.attention.planning import refuse_lacking
+from cupyflash.ops.attention.score_text import Capture, Text
+from cupyflash.ops.attention.score_text.pieces import of_pieces
 from cupyflash.ops.attention.sm80 import capture_gradients
 from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
 
@@ -105,6 +107,33 @@ def test_registers_of_other_kernels(capability):
         configs.append(capture_gradients.kernel(Kind(dtype, head_dim, features, capability)))
     assert None not in configs
     found = [jit.build(x, jit.arch_of(capability)) for x in configs]
+    assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
+
+
+@needs_nvrtc
+def test_registers_of_pieces():
+    """A text that counts from elsewhere, and dropout that does, take no more than others."""
+    capability = (9, 0)
+    if 90 not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know sm_90")
+    slopes, documents = Capture("slopes", "float32", 1, True), Capture("documents", "int32", 2)
+    score = "score - slopes(head) * abs(query - key)"
+    mask = "documents(batch, query) == documents(batch, key)"
+    names = frozenset(("batch", "head", "query", "key"))
+    text = of_pieces(Text(score, mask, (slopes, documents), True), names)
+    kind = Kind("bfloat16", 128, Features(dropout=True, text=text), capability)
+    configs = [MaskTilesKernel(128, 128, True, text=text), capture_gradients.kernel(kind)]
+    alone = Features(dropout=True, text=of_pieces(Text("", "", (), True), names))
+    for features in (kind.features, alone):
+        configs += main_kernels("sm90", kind._replace(features=features))
+    plain = kind._replace(features=Features(dropout=True))
+    mains = [
+        forward_kernel(plain),
+        next(iter(BACKENDS["sm90"].backward_candidates(plain).values())),
+    ]
+    tiles = [[(x.block_m, x.block_n) for x in some] for some in (configs[-2:], mains)]
+    assert tiles[0] == tiles[1]  # dropout alone has those of dropout
+    found = [jit.build(x, "sm_90a") for x in configs]
     assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
 
 

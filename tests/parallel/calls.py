@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 import random
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Shard as Along
 from torch.utils.checkpoint import checkpoint
 
 from cupyflash import flash_attn_varlen_func
-from cupyflash.parallel import Shard, attention, choice, peers, transport
+from cupyflash.parallel import Shard, attention, choice, moves, peers, transport
 from cupyflash.testing import make_alibi_slopes
 from cupyflash.testing.inputs import make_varlen_inputs
 
@@ -56,7 +55,7 @@ def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTE
     choice.LEAST_BYTES = choice.LEAST_COPIED = least_bytes
     choice.COPY_SECONDS = {"engines": 0.0, "kernel": 1.0}.get(by)
     reach = {"collectives": lambda *_: None}.get(by, peers.peers_of)
-    importlib.import_module("cupyflash.parallel.attention").peers_of = reach
+    moves.peers_of = reach
     inputs, options = problem(*arguments)
     if dist.get_backend() == "nccl":
         inputs, options = on_gpu(inputs), on_gpu(options)
@@ -80,14 +79,14 @@ def on_gpu(given):
 
 
 def whole(results, total):
-    """The results of all ranks together, in the order of the tokens; gradients of sinks add up."""
+    """The results of all ranks together, in the order of the tokens; those of weights add up."""
     indices, parts = zip(*results, strict=True)
     order = torch.cat(indices)
     assert order.sort().values.tolist() == list(range(total))
     joined = {}
     for name in parts[0]:
         rows = [part[name] for part in parts]
-        if name == "dsinks":
+        if name == "dsinks" or name.removeprefix("d").isdigit():
             joined[name] = torch.stack(rows).sum(0)
             continue
         joined[name] = torch.empty(total, *rows[0].shape[1:], dtype=rows[0].dtype)

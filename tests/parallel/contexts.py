@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
-from cupyflash import parallel
+from cupyflash import flash_attn_varlen_func, parallel
 from cupyflash.integrations import accelerate
 
 LENGTHS = [37, 14]
@@ -41,6 +41,21 @@ def results(function, is_causal, q, k, v, dout):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
+def dropped(move):
+    """The largest difference to dropout of one process that draws the same seed."""
+    shard, source = parallel.Shard(LENGTHS), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, shard.total, 16, generator=source) for _ in range(3))
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    torch.manual_seed(3)
+    flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+    options = {"max_seqlen_q": max(LENGTHS), "max_seqlen_k": max(LENGTHS), "dropout_p": 0.4}
+    right = flash_attn_varlen_func(*flat, ends, ends, **options)
+    torch.manual_seed(3)
+    with parallel.context(shard, move=move):
+        found = sdpa(*(shard.take(x, 2) for x in (q, k, v)), dropout_p=0.4)
+    return (found[0].transpose(0, 1) - shard.take(right)).abs().max().item()
+
+
 def refused(name):
     """The text of the error of a call in the context."""
     shard = parallel.Shard(LENGTHS)
@@ -48,7 +63,6 @@ def refused(name):
     arguments, options = {
         "mask": ((q, q, q, torch.zeros(len(shard), len(shard))), {}),
         "tokens": ((q, q[:, :, 1:], q[:, :, 1:]), {}),
-        "dropout": ((q[:, :1],) * 3, {"dropout_p": 0.5}),
         "heads": ((q, q[:, :1], q[:, :1]), {}),
     }[name]
     try:

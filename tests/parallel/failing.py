@@ -4,10 +4,13 @@ import contextlib
 import os
 import time
 
+import numpy
 import torch
 import torch.distributed as dist
 from calls import shard_of
+from torch.nn.attention.flex_attention import create_block_mask
 
+from cupyflash import Mask, Score
 from cupyflash.parallel import Shard, attention, pieces, transport
 
 TOKENS = [40, 9]
@@ -55,8 +58,15 @@ WRONG = {
         o | {"alibi_slopes": torch.ones(4, requires_grad=True)},
     ),  # fmt: skip
     "sinks": lambda q, k, v, o: (q, k, v, o | {"sinks": torch.ones(3)}),
-    "alibi": lambda q, k, v, o: (q, k, v, o | {"alibi_slopes": torch.ones(4), "causal": False}),
-    "dropout": lambda q, k, v, o: (q, k, v, o | {"dropout_p": 0.5}),
+    "score": lambda q, k, v, o: (q, k, v, o | {"score": Score("f(head)", f=numpy.ones(4, "f"))}),
+    "mask": lambda q, k, v, o: (q, k, v, o | {"mask": "key < query"}),
+    "both": lambda q, k, v, o: (q, k, v, o | {"score": Score("2 * score"), "softcap": 3.0}),
+    "block mask": lambda q, k, v, o: (
+        q,
+        k,
+        v,
+        o | {"mask": create_block_mask(lambda b, h, i, j: i >= j, None, None, 49, 49, "cpu")},
+    ),  # fmt: skip
     "seed": lambda q, k, v, o: (q, k, v, o | {"dropout_p": 0.5, "dropout_seed": -1}),
     "bias": lambda q, k, v, o: (q, k, v, o | {"bias": torch.zeros(49, 49)}),
     "lengths": lambda q, k, v, o: (q, k, v, o | {"seqused_k": torch.ones(2)}),
@@ -66,6 +76,7 @@ WRONG = {
     "option": lambda q, k, v, o: (q, k, v, o | {"softcap": -1.0}),
     "other option": lambda q, k, v, o: (q, k, v, o | {"softcap": 2.0}),
     "other shape": lambda q, k, v, o: (torch.cat([q, q], 1), k, v, o),
+    "other text": lambda q, k, v, o: (q, k, v, o | {"mask": Mask("key < query")}),
     "other seed": lambda q, k, v, o: (q, k, v, o | {"dropout_seed": 3}),
     "gradient": lambda q, k, v, o: (q.requires_grad_(), k, v, o),
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cupyflash
+from cupyflash.ops.attention.options import NO_EXTRAS
 from cupyflash.parallel import pieces
 from cupyflash.parallel.choice import LEAST_BYTES, choose, heads_at_once, heads_bytes, heads_divide
 from cupyflash.parallel.exchange import calls as calls_of
@@ -25,8 +26,10 @@ OPTIONS = [
     {"causal": True, "alibi": 2, "sinks": True},
     {"causal": True, "alibi": 1, "window": (9, None), "deterministic": True},
     {"sinks": True},
+    {"alibi": 2, "dropout_seed": 3},  # which drops nothing
+    {"alibi": 1, "window": (5, 12), "sinks": True, "softcap": 4.0},
 ]
-WHOLE = {"alibi": 1, "window": (30, 30)}  # not built where keys travel
+WHOLE = {"alibi": 1, "window": (30, 30)}
 LENGTHS = ([64], [37, 5, 90, 0, 1], [1, 1, 1], [97], [0])
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS = ((4, 4), (8, 2), (4, 1))
@@ -72,15 +75,27 @@ def test_heads_have_the_bits_of_one_process(lengths, two):
 
 
 @pytest.mark.parametrize("lengths", [[64], [37, 5, 90, 0, 1]], ids=str)
-@pytest.mark.parametrize("heads", [(4, 2), (8, 8)])
-def test_dropout_drops_what_one_process_does(heads, lengths, two, four):
-    """Where only heads travel; also on a mesh whose axis of keys has one rank."""
-    options = {"dropout_p": 0.3, "dropout_seed": 11, "causal": True, "alibi": 2}
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((4, 2), {"causal": True, "alibi": 2}),
+        ((8, 8), {"window": (21, 3), "alibi": 1}),
+        ((8, 4), {"causal": True, "window": (21, None), "sinks": True}),
+        ((4, 4), {"softcap": 3.0}),
+    ],
+    ids=str,
+)
+def test_dropout_drops_what_one_process_does(heads, options, lengths, two, four):
+    """The rows of ranks begin anywhere; also on a mesh, one of whose axes may have one rank."""
+    options = options | {"dropout_p": 0.3, "dropout_seed": 11}
     arguments = (lengths, "float32", heads, 16, options)
     inputs, arrays = calls.problem(*arguments)
     right = expected(inputs, **arrays)
-    for ranks, move in ((two, "heads"), (two, "auto"), (four, "heads"), (four, (1, 4))):
-        results = ranks.run(calls.forward_backward, arguments, move)
+    moves = [(two, x) for x in ("heads", "auto", "keys")]
+    moves += [(four, x) for x in ("heads", "keys", (1, 4), (2, 2), (4, 1))]
+    for number, (ranks, move) in enumerate(moves):
+        least_bytes = (LEAST_BYTES, 1)[number % 2]
+        results = ranks.run(calls.forward_backward, arguments, move, True, least_bytes)
         right.check(**calls.whole(results, sum(lengths)))
 
 
@@ -114,8 +129,8 @@ def test_eight_ranks_in_one_process(options, band):
         pairs = [arrived[x].split(16, dim=2) for x in rows]
         device_calls = [pieces.DeviceCall.of(x, keys.device) for x in made]
         q, dout = inputs.q[index], inputs.dout[index]
-        out, lse = pieces.forward(device_calls, q, pairs, {}, None, None)
-        dq, found, _ = pieces.backward(device_calls, dout, q, pairs, out, lse, None, {}, None, None)
+        out, lse = pieces.forward(device_calls, q, pairs, {}, NO_EXTRAS)
+        dq, found, _ = pieces.backward(device_calls, dout, q, pairs, out, lse, None, {}, NO_EXTRAS)
         for some, gradients in zip(rows, found, strict=True):
             sums.index_add_(0, numbers[some], torch.cat(gradients, dim=2))
         results.append((index, {"out": out, "lse": lse.t(), "dq": dq}))
@@ -167,7 +182,7 @@ def test_bytes_of_heads(heads, move, four):
         (64, (64, 8), {}, "heads"),
         (64, (64, 8), {"share": 0.02}, "keys"),  # a window
         (6, (32, 8), {}, "keys"),  # which six ranks cannot divide
-        (2, (32, 8), {"needs_heads": True}, "heads"),
+        (2, (32, 8), {"prefers_heads": True}, "heads"),
     ],
 )
 def test_auto_takes_fewer_bytes(ranks, heads, others, move):

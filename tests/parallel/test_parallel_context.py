@@ -24,13 +24,17 @@ def test_rows_of_a_batch(is_causal, two):
     [
         ("mask", "attn_mask must be None"),
         ("tokens", "key must be (batch, heads, tokens of this rank"),
-        ("dropout", "dropout_p where keys travel must be 0"),
         ("heads", "must have the same heads without enable_gqa"),
     ],
 )
 def test_what_is_refused(name, text, two):
     for found in two.run(contexts.refused, name):
         assert text in found
+
+
+@pytest.mark.parametrize("move", ["heads", "keys"])
+def test_dropout(move, two):
+    assert max(two.run(contexts.dropped, move)) < ROUNDING
 
 
 @pytest.mark.parametrize("lengths", [None, [29, 7, 40]], ids=str)

@@ -19,8 +19,10 @@ REFUSED = {  # what the error says on rank 1, which makes the wrong call
     "slopes": "ValueError: parallel.attention: alibi_slopes must be (heads,) or (2 sequences",
     "slopes learn": "NotImplementedError: parallel.attention: alibi_slopes have no gradient",
     "sinks": "ValueError: parallel.attention: sinks",
-    "alibi": "NotImplementedError: parallel.attention: alibi_slopes where keys travel",
-    "dropout": "NotImplementedError: parallel.attention: dropout_p where keys travel must be 0",
+    "score": "TypeError: parallel.attention: f, which the score or mask reads, must be a torch",
+    "mask": "TypeError: parallel.attention: mask must be a function or a cupyflash.Mask",
+    "both": "ValueError: parallel.attention: softcap must be left out beside score=",
+    "block mask": "NotImplementedError: parallel.attention: mask can be a BlockMask if",
     "seed": "ValueError: parallel.attention: dropout_seed must be at least 0",
     "bias": "NotImplementedError: parallel.attention: a bias spans all tokens",
     "lengths": "NotImplementedError: parallel.attention: the lengths of the shard say",
@@ -29,7 +31,7 @@ REFUSED = {  # what the error says on rank 1, which makes the wrong call
     "move": "ValueError: parallel.attention: move of one group must be one of 'auto'",
     "option": "ValueError: parallel.attention: softcap must be 0, or positive",
 }
-DIFFERENT = ("other option", "other shape", "other seed", "gradient")
+DIFFERENT = ("other option", "other shape", "other seed", "other text", "gradient")
 
 
 def test_a_wrong_call_of_one_rank_is_an_error_on_all(two):
@@ -43,7 +45,7 @@ def test_a_wrong_call_of_one_rank_is_an_error_on_all(two):
 
 def test_a_wrong_call_of_one_rank_of_a_mesh(four):
     """Rank 1 shares the keys of rank 3 and the heads of rank 0; rank 2 hears of it through both."""
-    for name in ("tokens", "dropout"):
+    for name in ("tokens", "score"):
         texts = four.run(failing.wrong, name, (1,), (2, 2))
         kind, _, rest = texts[1].partition(": parallel.attention: ")
         assert texts[1].startswith(REFUSED[name])
@@ -52,7 +54,7 @@ def test_a_wrong_call_of_one_rank_of_a_mesh(four):
         ] * 3
 
 
-@pytest.mark.parametrize("name", ["bias", "dropout", "move"])
+@pytest.mark.parametrize("name", ["bias", "block mask", "move"])
 def test_a_wrong_call_of_all_ranks(name, two):
     for text in two.run(failing.wrong, name, (0, 1)):
         assert text.startswith(REFUSED[name])

@@ -4,6 +4,7 @@ import itertools
 
 import calls
 import pytest
+import texts
 import torch
 from ranks import Ranks
 
@@ -30,6 +31,9 @@ def gpus():
         {"causal": True, "window": (100, 0), "sinks": True},
         {"window": (70, 30)},
         {"causal": True, "softcap": 5.0, "alibi": 2},
+        {"window": (70, 30), "softcap": 5.0, "alibi": 1},
+        {"causal": True, "dropout_p": 0.3, "dropout_seed": 11},
+        {"window": (90, 7), "alibi": 2, "sinks": True, "dropout_p": 0.3, "dropout_seed": 5},
         {},
     ],
     ids=str,
@@ -42,6 +46,17 @@ def test_forward_and_backward(options, dtype, gpus):
     for by, (move, least_bytes) in itertools.product(BY, ways):
         results = gpus.run(calls.forward_backward, arguments, move, True, least_bytes, by)
         right.check(**calls.whole(results, sum(LENGTHS)))
+
+
+@pytest.mark.parametrize("name", texts.TEXTS)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (70, 30)}, {}], ids=str)
+def test_scores(options, name, gpus):
+    lengths = [300, 37, 5, 400]
+    arguments = (lengths, "bfloat16", (8, 4), 64, options)
+    right = texts.expected(arguments, name)
+    for move, least_bytes in (("heads", 1), ("keys", 1), ("keys", 2**30)):
+        results = gpus.run(texts.forward_backward, arguments, name, move, least_bytes)
+        right.check(**calls.whole(results, sum(lengths)))
 
 
 @pytest.mark.parametrize("move", ["heads", "keys"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cupyflash import jit
+from cupyflash.ops.attention.options import NO_EXTRAS
 from cupyflash.parallel import choice, peers, pieces
 from cupyflash.parallel.copied import CopiedKeys
 from cupyflash.parallel.copied_heads import CopiedHeads
@@ -29,6 +30,7 @@ BANDS = {
     "full": ({}, Band()),
     "window": ({"causal": True, "window": (20, 0)}, Band(20, 0)),
     "both sides": ({"window": (7, 3)}, Band(7, 3)),
+    "steps": ({"causal": True, "window": (20, 0)}, Band(20, 0, 16)),
 }
 
 
@@ -136,9 +138,9 @@ def test_attention_by_copies(ranks, lengths, band, zigzag, launched):
             mine = slice(2 * number, 2 * number + 2)
             gradients = []
             if device_calls:
-                out, lse = pieces.forward(device_calls, q[:, mine], pairs, {}, None, None)
+                out, lse = pieces.forward(device_calls, q[:, mine], pairs, {}, NO_EXTRAS)
                 dq, gradients, _ = pieces.backward(
-                    device_calls, dout[:, mine], q[:, mine], pairs, out, lse, None, {}, None, None
+                    device_calls, dout[:, mine], q[:, mine], pairs, out, lse, None, {}, NO_EXTRAS
                 )
                 whole["out"][:, mine], whole["dq"][:, mine] = out, dq
                 whole["lse"][:, mine] = lse.t()

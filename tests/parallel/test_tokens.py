@@ -106,6 +106,27 @@ def test_keys_arrive(name, ranks, band, zigzag):
         assert numpy.array_equal(numpy.sort(numpy.concatenate(rows)), tokens.index(rank))
 
 
+@pytest.mark.parametrize("band", [Band(20, 0, 16), Band(7, 3, 16), Band(None, None, 16)], ids=str)
+@pytest.mark.parametrize("name", ["odd", "short", "many", "nothing"])
+def test_pieces_begin_at_steps(name, band):
+    """Rows in front of a piece make it so, and stand for nothing; windows stay as they are."""
+    tokens = Tokens.of(LENGTHS[name], 3)
+    for rank in range(3):
+        plain = calls(tokens, rank, band._replace(step=1))
+        for call, without in zip(calls(tokens, rank, band), plain, strict=True):
+            assert (call.places[:2] % 16 == 0).all()
+            every = numpy.arange(len(tokens.index(rank)))
+            queries = every if call.queries is None else call.queries
+            wanted = every if without.queries is None else without.queries
+            assert numpy.array_equal(queries[queries >= 0], wanted)
+            assert call.window == without.window
+            positions = ranges(call.places[0], call.places[0] + numpy.diff(call.cu_seqlens_q))
+            found = positions[queries >= 0]
+            assert numpy.array_equal(found, tokens.positions(rank)[wanted])
+            ends = [x.places[1] + numpy.diff(x.cu_seqlens_k) for x in (call, without)]
+            assert numpy.array_equal(*ends)
+
+
 def check_window(tokens, sequence, queries, keys, window, band):
     """Each query of a piece sees, by the window of the call, the keys of its band."""
     first, length = tokens.starts[sequence], tokens.lengths[sequence]

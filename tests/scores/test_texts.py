@@ -9,10 +9,13 @@ import pytest
 
 import cupyflash
 from cupyflash.ops.attention.options import Options
-from cupyflash.ops.attention.score_text import Capture, Text
+from cupyflash.ops.attention.score_text import Capture, Text, tree
+from cupyflash.ops.attention.score_text.call import TextCall
 from cupyflash.ops.attention.score_text.checks import check_text
+from cupyflash.ops.attention.score_text.encode import decode_text, encode_text
 from cupyflash.ops.attention.score_text.evaluate import Evaluation
 from cupyflash.ops.attention.score_text.parse import parse
+from cupyflash.ops.attention.score_text.pieces import of_pieces, values_of_pieces
 from cupyflash.ops.attention.score_text.scores import written
 from cupyflash.ops.attention.score_text.write import to_text
 from cupyflash.runtime.array import View
@@ -393,6 +396,64 @@ def test_distances_become_floats_once_a_row(text, wanted):
     """Where query - key alone decides, within the integers that floats have."""
     captures = (Capture("n", "int", 0),) if "n)" in text else ()
     assert f"  return N({wanted});" in Text(text, "", captures).header("fwd").splitlines()
+
+
+MOVED = (
+    "gap = query - key; score + gap * gap + 100.0 * head + 7 * batch + (key - query) / 3 + key % 5 + "
+    "query * 0.5 + where(query > key, table(head % 3, key % 4), float(batch))"
+)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [(), ("head",), ("batch", "head"), ("batch", "query"), ("key",), tuple(tree.NAMES)[1:]],
+    ids=str,
+)
+def test_a_text_of_pieces_counts_from_elsewhere(names):
+    """Its value at the places of a call is that of the text at those of the whole."""
+    text, places = Text(MOVED, "", CAPTURES[:1]), {"batch": 1, "head": 2, "query": 4, "key": 3}
+    pieces = numpy.array([[0, 32], [0, 16], [5, 9]], "int32")  # queries, keys and sequences
+    found = of_pieces(text, frozenset(names))
+    values = values_of_pieces(found, (TABLE,), pieces, 6, 8)
+    moved = {"batch": 9, "head": 2 + 6, "query": 4 + 32, "key": 3 + 16}
+    whole = {name: moved[name] if name in names else x for name, x in places.items()}
+    results = []
+    for one, at, given in ((text, whole, (TABLE,)), (found, places, values)):
+        at = {name: numpy.asarray(x) for name, x in at.items()} | {"score": numpy.float64(0.5)}
+        named = {x.name: y for x, y in zip(one.captures, given, strict=True)}
+        results.append(Evaluation(one.score_tree, at, named).value)
+    assert results[0] == results[1]
+    assert (found == text) == (names == ())
+    assert decode_text(encode_text(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (("query",), "distance(query, key, captures.pieces__(0, batch))"),
+        (("key",), "distance(query, key, -captures.pieces__(1, batch))"),
+        (
+            ("query", "key"),
+            "distance(query, key, (captures.pieces__(0, batch) - captures.pieces__(1, batch)))",
+        ),
+    ],
+)
+def test_distances_of_pieces(names, wanted):
+    text = of_pieces(Text("score - abs(query - key)", "", ()), frozenset(names))
+    assert f"  return N(score - abs({wanted}));" in text.header("fwd").splitlines()
+
+
+def test_dropout_of_pieces():
+    """A text that says where dropout begins; older strings of texts, in kept graphs, say nothing."""
+    text = of_pieces(Text("", "", (), drops=True), frozenset())
+    assert [x.name for x in text.captures] == ["pieces__", "first_head__", "heads__"]
+    assert "#define USER_DROPOUT" in text.header("fwd") and "first_weight" in text.header("bwd")
+    pieces = numpy.array([[0, 32], [0, 16], [5, 9]], "int32")
+    call = TextCall(text, values_of_pieces(text, (), pieces, 6, 8), first_batch=1)
+    assert call.first_weight == (9 * 8 + 6, 32, 16)
+    assert decode_text(encode_text(text)) == text
+    assert decode_text('["score * 2", "", []]') == Text("score * 2", "", ())
+    assert TextCall(Text("score", "", ()), ()).first_weight is None
 
 
 def test_strides_of_captures():

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
         }
       }
       if constexpr (DROPOUT) {
-        const SimtDropout dropout(params.dropout_seed, shape, block.batch, head);
+        const SimtDropout dropout(params, block.batch, head);
         dropout.mark(acc_s, row, col);
 #pragma unroll
         for (int e = 0; e < ROWS; ++e) {

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_fwd_simt(const FlashFwd
       }
     }
     if constexpr (DROPOUT) {
-      const SimtDropout dropout(params.dropout_seed, shape, tile.batch, tile.head);
+      const SimtDropout dropout(params, tile.batch, tile.head);
       dropout.mark(acc_s, m_begin + row, n * BLOCK_N + col);
 #pragma unroll
       for (int e = 0; e < ROWS; ++e) {

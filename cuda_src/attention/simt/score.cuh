@@ -2,11 +2,11 @@
 // bias, then dropout and the gradient. The steps are those of score.cuh and score_gradient.cuh, but
 // with an exact tanh. Scores are multiplied by log2(e), so that their exponential is a bare exp2.
 #pragma once
-#include "../../common/philox.cuh"
 #include "../../ptx/math.cuh"
 #include "../../ptx/opaque.cuh"
 #include "../bias.cuh"
 #include "../block_info.cuh"
+#include "../dropout.cuh"
 #include "tile.cuh"
 
 template <bool SOFTCAP, bool ALIBI>
@@ -144,12 +144,13 @@ struct ThreadScoreBias {
 struct SimtDropout {
   uint64_t seed;
   uint32_t limit;  // in the upper 16 bits
-  uint32_t z;
+  FirstWeight first;
 
-  __device__ SimtDropout(const int64_t* seed, const AttentionShape& shape, int batch, int head)
-      : seed(*seed),
-        limit(uint32_t(shape.dropout_threshold) << 16),
-        z(batch * shape.heads_q + head) {}
+  template <class Params>
+  __device__ SimtDropout(const Params& params, int batch, int head)
+      : seed(*params.dropout_seed),
+        limit(uint32_t(params.shape.dropout_threshold) << 16),
+        first(first_weight(params, batch, head)) {}
 
   // Marks dropped weights by a negative sign; weights are never negative. row and col are those of
   // the thread's first weight. The loop is not unrolled, because its calls side by side would take
@@ -157,6 +158,8 @@ struct SimtDropout {
   template <int ROWS, int COLS>
   __device__ __forceinline__ void mark(float (&weights)[ROWS][COLS], uint32_t row,
                                        uint32_t col) const {
+    row += first.row;
+    col += first.col;
     uint64_t dropped = 0;  // a bit for each weight, 16 for rows i and i + 4
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
@@ -165,7 +168,7 @@ struct SimtDropout {
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
         const uint32_t c = col + j;
-        const uint4 random = philox(seed, r / 16 * 8 + r % 8, c / 16 * 4 + c / 2 % 4, z);
+        const uint4 random = philox(seed, r / 16 * 8 + r % 8, c / 16 * 4 + c / 2 % 4, first.z);
 #pragma unroll
         for (int half = 0; half < ROWS / 4; ++half) {
           const bool lower = ROWS == 8 ? half : r / 8 % 2;

@@ -26,4 +26,10 @@ __device__ __forceinline__ float distance(Place a, Place b) {
   return (a.from_column - b.from_column) + float(a.step - b.step);
 }
 
+// float(a - b + shift), where all elements have the same shift.
+__device__ __forceinline__ float distance(int a, int b, int shift) { return float(a - b + shift); }
+__device__ __forceinline__ float distance(Place a, Place b, int shift) {
+  return (a.from_column - b.from_column + float(shift)) + float(a.step - b.step);
+}
+
 }  // namespace text

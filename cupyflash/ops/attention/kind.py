@@ -79,6 +79,11 @@ class Features(NamedTuple):
         return bool(mask) and not re.search(r"\bhead\b", mask)
 
     @property
+    def writes_scores(self) -> bool:
+        """Whether the text has a score or a mask, beside places of dropout."""
+        return bool(self.text and (self.text.score or self.text.mask))
+
+    @property
     def changes_scores(self) -> bool:
         """Whether the scores have an option beside a bias, or a text."""
         return bool(self.softcap or self.alibi or self.dropout or self.text)

@@ -26,6 +26,7 @@ from .score import (
     sum_to_shape,
     tile_of,
 )
+from .score_text.call import TextCall
 
 BLOCK = 256  # rows and columns of a tile: large enough to hide Python, small enough for the cache
 
@@ -60,7 +61,7 @@ def attention_tiled(
     out, lse, out_groups, lse_groups = empty_results(q, k, v)
     q_groups, k_groups, v_groups = group_heads(q, k), heads_first(k), heads_first(v)
     score = ScoreFunction.of(q_groups, k_groups, **options)
-    dropout = Dropout.of(dropout_p, dropout_seed, first_sequence)
+    dropout = _dropout(dropout_p, dropout_seed, first_sequence, options.get("text"))
     for row in range(0, score.seqlen_q, block):
         rows = slice(row, min(row + block, score.seqlen_q))
         q_tile = xp.ascontiguousarray(q_groups[..., rows, :])
@@ -120,7 +121,7 @@ def attention_tiled_backward(
     q_groups, k_groups, v_groups = group_heads(q, k), heads_first(k), heads_first(v)
     dout_groups = group_heads(dout, k)
     score = ScoreFunction.of(q_groups, k_groups, **options)
-    dropout = Dropout.of(dropout_p, dropout_seed, first_sequence)
+    dropout = _dropout(dropout_p, dropout_seed, first_sequence, options.get("text"))
     dq, dk, dv = (xp.zeros(x.shape, q_groups.dtype) for x in (q, k, v))
     dq_groups, dk_groups, dv_groups = group_heads(dq, k), heads_first(dk), heads_first(dv)
     dbias = xp.zeros(score.bias.shape, q_groups.dtype) if bias_grad else None
@@ -156,6 +157,13 @@ def attention_tiled_backward(
         weights = xp.exp(group_sinks(sinks, q_groups).astype(lse_groups.dtype) - lse_groups)
         dsinks = -(weights * delta).sum(axis=(0, 3)).reshape(-1)
     return Gradients(*found, dbias, dsinks)
+
+
+def _dropout(
+    dropout_p: float, seed: int, first_sequence: int, text: TextCall | None
+) -> Dropout | None:
+    first = None if text is None else text.first_weight
+    return Dropout.of(dropout_p, seed, first_sequence, first)
 
 
 def _of_rows(delta: Array, lse: Array, dlse: Array | None) -> tuple[Array, Array]:

@@ -12,6 +12,7 @@
 | functions.py | the functions of the language, with their derivatives |
 | parse.py, write.py | from text to tree, and from a tree to text and to C++ |
 | evaluate.py, call.py | the value of a tree, and its derivatives, in NumPy and CuPy |
+| pieces.py | the text of a call with pieces of sequences, or some of the heads |
 | encode.py | a text as the string that a torch operator takes |
 """
 

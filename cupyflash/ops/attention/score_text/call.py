@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ....runtime.array import Array, array_namespace
+from ....runtime.philox import FirstWeight
+from .capture import FIRST_HEAD, HEADS, KEY, PIECES, QUERY, SEQUENCE
 from .text import Text
 
 
@@ -34,6 +36,16 @@ class TextCall(NamedTuple):
             if capture.learns
         }
         return self._replace(gradients=zeros)
+
+    @property
+    def first_weight(self) -> FirstWeight | None:
+        """Where dropout begins to number the weights of one sequence; None: as the call does."""
+        if not self.text.drops:
+            return None
+        named = self._named()
+        sequence = int(named[PIECES.name][SEQUENCE, self.first_batch])
+        row, col = (int(named[PIECES.name][x, self.first_batch]) for x in (QUERY, KEY))
+        return FirstWeight(sequence * named[HEADS.name] + named[FIRST_HEAD.name], row, col)
 
     def score(
         self, scores: Array, row: int, col: int

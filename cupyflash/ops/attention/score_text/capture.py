@@ -35,3 +35,10 @@ class Capture(NamedTuple):
     @property
     def is_number(self) -> bool:
         return self.dtype in ("float", "int")
+
+
+# What a text reads of pieces.py. No name of a caller's own has two underscores.
+QUERY, KEY, SEQUENCE = range(3)  # the rows of `PIECES`
+PIECES = Capture("pieces__", "int32", 2)
+FIRST_HEAD = Capture("first_head__", "int", 0)
+HEADS = Capture("heads__", "int", 0)

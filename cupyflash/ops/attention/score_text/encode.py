@@ -27,8 +27,8 @@ def decode_text(string: str) -> Text:
 
 
 def _part(string: str) -> Text:
-    score, mask, captures = json.loads(string)
-    return Text(score, mask, tuple(Capture(*x) for x in captures))
+    score, mask, captures, *drops = json.loads(string)  # older ones, in kept graphs, have none
+    return Text(score, mask, tuple(Capture(*x) for x in captures), *drops)
 
 
 def joined(score: Text, mask: Text, shared: Sequence[str] = ()) -> tuple[Text, list[bool]]:
@@ -92,4 +92,5 @@ def folded(string: str, numbers: Sequence[float], batch: int) -> tuple[str, list
     ]
     if name not in "".join(parts):
         return string, list(numbers)
-    return encode_text(Text(*parts, (*text.captures, capture))), [*numbers, float(batch)]
+    text = text._replace(score=parts[0], mask=parts[1], captures=(*text.captures, capture))
+    return encode_text(text), [*numbers, float(batch)]

@@ -3,7 +3,7 @@
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from .capture import Capture
+from .capture import FIRST_HEAD, HEADS, KEY, PIECES, QUERY, SEQUENCE, Capture
 
 if TYPE_CHECKING:  # the modules of texts are imported when a call has one
     from .tree import Node
@@ -27,11 +27,13 @@ class Text(NamedTuple):
         score: the text of the score, or "".
         mask: that of the mask, or "".
         captures: what both read, in the order in which a call passes them.
+        drops: dropout numbers weights by the captures of pieces.py, as one call of all would.
     """
 
     score: str
     mask: str
     captures: tuple[Capture, ...]
+    drops: bool = False
 
     @property
     def score_tree(self) -> "Node | None":
@@ -70,6 +72,7 @@ def _header(text: Text, pass_: str) -> str:
     lines = [
         f"#define USER_SCORE {str(bool(text.score)).lower()}",
         f"#define USER_MASK {str(bool(text.mask)).lower()}",
+        *["#define USER_DROPOUT"] * text.drops,
         '#include "attention/text.cuh"',
         "struct Captures {",
         *fields,
@@ -80,7 +83,21 @@ def _header(text: Text, pass_: str) -> str:
         lines += _function(text.score_tree, "score", text.score)
     if text.mask_tree is not None:
         lines += _function(text.mask_tree, "mask", text.mask)
+    if text.drops:
+        lines += _first_weight()
     return "\n".join([*lines, "}  // namespace text", ""])
+
+
+def _first_weight() -> list[str]:
+    piece, head = (f"captures.{x.name}" for x in (PIECES, FIRST_HEAD))
+    number = f"{piece}({SEQUENCE}, batch) * captures.{HEADS.name}() + {head}() + head"
+    places = (number, f"{piece}({QUERY}, batch)", f"{piece}({KEY}, batch)")
+    return [
+        "__device__ __forceinline__ FirstWeight first_weight(int batch, int head, "
+        "const Captures& captures) {",
+        f"  return {{{', '.join(f'uint32_t({x})' for x in places)}}};",
+        "}",
+    ]
 
 
 def _function(tree: "Node", name: str, text: str) -> list[str]:

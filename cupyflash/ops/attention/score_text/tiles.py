@@ -1,5 +1,6 @@
 """What calls with one mask share on a GPU: which of its tiles are empty or full."""
 
+import weakref
 from typing import Any
 
 from ....runtime.operation import Carried
@@ -14,3 +15,8 @@ class FoundTiles(Carried):
 
     def __init__(self) -> None:
         self.of_kernel: dict[tuple, Any] = {}
+        self.parts: weakref.WeakKeyDictionary[Any, FoundTiles] = weakref.WeakKeyDictionary()
+
+    def of(self, part: Any) -> "FoundTiles":
+        """Those of a part of the queries and keys, which lives as long as they are needed."""
+        return self.parts.setdefault(part, FoundTiles())

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from .capture import PIECES
 from .parse import PRECEDENCE
 from .tree import BITWISE, COMPARISONS, Kind, Node
 
@@ -84,9 +85,14 @@ class _Writer:
 
         Floats have all integers up to 2**24, and these functions give one of their arguments.
         """
-        names = [y.value for y in x.args if y.op == "name"]
-        if x.op == "-" and sorted(names) == ["key", "query"]:
-            return f"distance({', '.join(names)})"
+        moved = x.op in ("+", "-") and _is_of_piece(x.args[1])
+        between = x.args[0] if moved else x
+        names = [y.value for y in between.args if y.op == "name"]
+        if between.op == "-" and sorted(names) == ["key", "query"]:
+            places = f"distance({', '.join(names)}"
+            if moved:
+                places += f", {'-' * (x.op == '-')}{self.write(x.args[1], TIGHTEST)}"
+            return f"{places})"
         if x.op == "literal" and abs(x.value) <= 2**24:
             return f"{float(x.value)!r}f"
         parts = [self.of_distance(y) for y in x.args]
@@ -111,6 +117,12 @@ class _Writer:
         if not self.cpp and value.is_integer() and abs(value) < 2**24:
             return f"{value:.1f}"
         return f"{value!r}f" if self.cpp else repr(value)
+
+
+def _is_of_piece(x: Node) -> bool:
+    """Whether this is a number of `PIECES`, or a difference of two: all pairs have it in common."""
+    parts = x.args if x.op == "-" else (x,)
+    return all(y.value == PIECES for y in parts)
 
 
 def nodes(tree: Node) -> Iterator[Node]:

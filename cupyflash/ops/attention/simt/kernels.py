@@ -94,7 +94,7 @@ def backward_head_dim(dtype: str, head_dim: int, features: Features) -> int:
     # softcap beside a bias (the bias gradient needs its derivatives) or beside the conversions of a
     # 16-bit dtype.
     crowded = features.bias or dtype != "float32"
-    softcap = features.softcap or features.text is not None  # it has a derivative, too
+    softcap = features.softcap or features.writes_scores  # it has a derivative, too
     narrowest = 64 if softcap and crowded or features.dropout else 32
     return max(narrowest, padded_head_dim(head_dim))
 

@@ -236,7 +236,7 @@ def _rows_of_blocks(main: MainKernel, problem: Problem, card: Card, shares: int)
 def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
     """The head dim of the kernel, and the built-in tile: of wide heads with its ``groups``."""
     softcap, alibi, bias, dropout = features.switches
-    softcap = softcap or features.text is not None  # its slope takes the same registers
+    softcap = softcap or features.writes_scores  # its slope takes the same registers
     narrow = narrow_head_dim(head_dim, features)
     if narrow:
         return narrow, NARROW_V_TILES[narrow, features.head_dim_v]
