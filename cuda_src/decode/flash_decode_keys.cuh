@@ -37,28 +37,29 @@ struct SegmentRows {
     return (segment.sequence.begin / KEYS + chunk) * KEYS;
   }
 
-  // Whether new keys are in a chunk.
+  // Whether new keys, which are in k and v, are in a chunk. A cache of 8 bits has all of them.
   __device__ bool has_new(int chunk) const {
-    return params.appends && first_key(chunk) + KEYS > segment.sequence.cached;
+    return sizeof(T) > 1 && params.appends && first_key(chunk) + KEYS > segment.sequence.cached;
   }
 
   // The place of this lane's key; for a new one, row ~i stands for row i of k and v.
   __device__ RowPlace place(int chunk) const {
     const DecodeSequence& s = segment.sequence;
     const int key = min(max(first_key(chunk) + int(threadIdx.x % KEYS), s.begin), s.length - 1);
-    if (params.appends && key >= s.cached) return {0, ~(s.first_token + key - s.cached)};
+    if (sizeof(T) > 1 && params.appends && key >= s.cached)
+      return {0, ~(s.first_token + key - s.cached)};
     return place_of(params, segment.batch, key);
   }
 
   __device__ const T* k_row(RowPlace at) const {
-    return at.row < 0 ? row(params.k, params.k_strides, segment.batch, ~at.row)
-                      : row(params.k_cache, params.k_cache_strides, params.pages.existing(at.page),
-                            at.row);
+    return sizeof(T) > 1 && at.row < 0 ? row(params.k, params.k_strides, segment.batch, ~at.row)
+                                       : row(params.k_cache, params.k_cache_strides,
+                                             params.pages.existing(at.page), at.row);
   }
   __device__ const T* v_row(RowPlace at) const {
-    return at.row < 0 ? row(params.v, params.v_strides, segment.batch, ~at.row)
-                      : row(params.v_cache, params.v_cache_strides, params.pages.existing(at.page),
-                            at.row);
+    return sizeof(T) > 1 && at.row < 0 ? row(params.v, params.v_strides, segment.batch, ~at.row)
+                                       : row(params.v_cache, params.v_cache_strides,
+                                             params.pages.existing(at.page), at.row);
   }
 
   // The scale of a key or value of a cache of 8 bits.
