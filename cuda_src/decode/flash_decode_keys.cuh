@@ -85,14 +85,34 @@ __device__ __forceinline__ const T* pointer_of(const T* pointer, int lane) {
 // first: it would keep more addresses and queries in registers than there are.
 __device__ __forceinline__ void keep_order() { __syncwarp(); }
 
-// TILES tiles of 16 keys and values, in BLOCKS blocks of 64 columns, of which only the last may be
-// partial. Loads of columns that do not exist read the last ones that do, so the addresses are
-// always valid. `mine` is the row of key number `lane % (16 * TILES)`.
-template <typename T, int TILES, int BLOCKS, int ARCH>
-struct KeyTiles {
-  using Eight = Words<T, 8>;
-  Eight k[TILES][2][2 * BLOCKS];  // keys g and g + 8, columns 32 i + 8 c
-  Eight v[TILES][2][2][BLOCKS];   // keys 2c, 2c + 1, those + 8, columns 64 j + 8 g
+// The columns of a row that a lane has, of LANES lanes beside each other: N in each load. Only the
+// last of BLOCKS blocks of 64 columns may be partial. Loads of columns that do not exist read the
+// last ones that do, so the addresses are always valid.
+template <int LANES, int BLOCKS, typename T, int N, int LOADS>
+__device__ __forceinline__ void load_row(Words<T, N> (&to)[LOADS], const T* row, int lane,
+                                         int head_dim) {
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const bool whole = (i + 1) * LANES * N <= (BLOCKS - 1) * 64;
+    const int column = i * LANES * N + lane * N;
+    to[i] = load_words<N, true>(row + (whole ? column : min(column, head_dim - N)));
+  }
+}
+
+// TILES tiles of 16 keys and values, in BLOCKS blocks of 64 columns. A load has K_WIDTH columns of
+// a key or V_WIDTH of a value. `mine` is the row of key number `lane % (16 * TILES)`.
+template <typename T, int TILES, int BLOCKS, int K_WIDTH, int V_WIDTH>
+struct RowTiles {
+  static constexpr int K_LOADS = BLOCKS * 64 / (4 * K_WIDTH);
+  static constexpr int V_LOADS = BLOCKS * 64 / (8 * V_WIDTH);
+  Words<T, K_WIDTH> k[TILES][2][K_LOADS];     // keys g and g + 8, columns K_WIDTH * (4 i + c)
+  Words<T, V_WIDTH> v[TILES][2][2][V_LOADS];  // keys 2c, 2c + 1, those + 8, V_WIDTH * (8 i + g)
+
+  // The first of the eight columns of values, and so of outputs, that a lane has in block j.
+  __device__ static int column(int j, int g) {
+    constexpr int IN_LOAD = V_WIDTH / 8;
+    return j / IN_LOAD * IN_LOAD * 64 + g * V_WIDTH + j % IN_LOAD * 8;
+  }
 
   __device__ void load_k(const T* mine, int head_dim) {
     const QuadLane lane;
@@ -102,12 +122,7 @@ struct KeyTiles {
       for (int half = 0; half < 2; ++half) {
         keep_order();
         const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.g);
-#pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) {
-          const int column = i * 32 + lane.c * 8;
-          k[tile][half][i] = load_words<8, true>(
-              row + (i < 2 * (BLOCKS - 1) ? column : min(column, head_dim - 8)));
-        }
+        load_row<4, BLOCKS>(k[tile][half], row, lane.c, head_dim);
       }
     }
   }
@@ -122,16 +137,19 @@ struct KeyTiles {
         for (int odd = 0; odd < 2; ++odd) {
           keep_order();
           const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.c * 2 + odd);
-#pragma unroll
-          for (int j = 0; j < BLOCKS; ++j) {
-            const int column = j * 64 + lane.g * 8;
-            v[tile][half][odd][j] =
-                load_words<8, true>(row + (j < BLOCKS - 1 ? column : min(column, head_dim - 8)));
-          }
+          load_row<8, BLOCKS>(v[tile][half][odd], row, lane.g, head_dim);
         }
       }
     }
   }
+};
+
+// Tiles of a cache of T.
+template <typename T, int TILES, int BLOCKS, int ARCH>
+struct KeyTiles : RowTiles<T, TILES, BLOCKS, 8, 8> {
+  using Base = RowTiles<T, TILES, BLOCKS, 8, 8>;
+  using Base::k;
+  using Base::v;
 
   // s = K Q^T, the accumulators of 16 keys (rows g and g + 8) and 8 queries (columns 2c and 2c + 1)
   // each. The queries lie in shared memory at `q` in the same order as the keys in k: for each i
@@ -146,7 +164,8 @@ struct KeyTiles {
         const uint4 query = ld_shared_128(q + ((n * 2 * BLOCKS + i) * 32 + threadIdx.x % 32) * 16);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-          const Eight &x = k[tile][0][i], &y = k[tile][1][i];
+          const Words<T, 8>& x = k[tile][0][i];
+          const Words<T, 8>& y = k[tile][1][i];
           const uint32_t low[4] = {x.words[0], y.words[0], x.words[1], y.words[1]};
           const uint32_t high[4] = {x.words[2], y.words[2], x.words[3], y.words[3]};
           mma_m16n8k16<T, ARCH>(s[n][tile], low, query.x, query.y);

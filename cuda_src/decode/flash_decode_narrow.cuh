@@ -55,50 +55,12 @@ struct ValueRange<SAME> {
 // As KeyTiles, of a cache of 8 bits, whose rows are at multiples of 16 bytes. Lane i has the scales
 // of key number i.
 template <int KIND, int TILES, int BLOCKS, int ARCH>
-struct NarrowTiles {
+struct NarrowTiles : RowTiles<uint8_t, TILES, BLOCKS, 16, 8> {
   static_assert(TILES == 2, "a lane has the scales of one key");
-  Words<uint8_t, 16> k[TILES][2][BLOCKS];    // keys g and g + 8, columns 64 i + 16 c
-  Words<uint8_t, 8> v[TILES][2][2][BLOCKS];  // keys 2c, 2c + 1, those + 8, columns 64 j + 8 g
+  using Base = RowTiles<uint8_t, TILES, BLOCKS, 16, 8>;
+  using Base::k;
+  using Base::v;
   float k_scale, v_scale;
-
-  __device__ void load_k(const uint8_t* mine, int head_dim) {
-    const QuadLane lane;
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        keep_order();
-        const uint8_t* row = pointer_of(mine, tile * 16 + half * 8 + lane.g);
-#pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) {
-          const int column = i * 64 + lane.c * 16;
-          k[tile][half][i] =
-              load_words<16, true>(row + (i < BLOCKS - 1 ? column : min(column, head_dim - 16)));
-        }
-      }
-    }
-  }
-
-  __device__ void load_v(const uint8_t* mine, int head_dim) {
-    const QuadLane lane;
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          keep_order();
-          const uint8_t* row = pointer_of(mine, tile * 16 + half * 8 + lane.c * 2 + odd);
-#pragma unroll
-          for (int j = 0; j < BLOCKS; ++j) {
-            const int column = j * 64 + lane.g * 8;
-            v[tile][half][odd][j] =
-                load_words<8, true>(row + (j < BLOCKS - 1 ? column : min(column, head_dim - 8)));
-          }
-        }
-      }
-    }
-  }
 
   // As KeyTiles::scores(), times the scales of the keys and the `units` of the queries.
   template <int QUERY_TILES>
