@@ -152,7 +152,7 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
       if (lane.g == 0) to.sums[row] = sum;
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        float4* eight = reinterpret_cast<float4*>(&to.out[row][j * 64 + lane.g * 8]);
+        float4* eight = reinterpret_cast<float4*>(&to.out[row][Tiles::column(j, lane.g)]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float (&low)[4] = o[j][2 * i], (&high)[4] = o[j][2 * i + 1];

@@ -55,9 +55,10 @@ struct ValueRange<SAME> {
 // As KeyTiles, of a cache of 8 bits, whose rows are at multiples of 16 bytes. Lane i has the scales
 // of key number i.
 template <int KIND, int TILES, int BLOCKS, int ARCH>
-struct NarrowTiles : RowTiles<uint8_t, TILES, BLOCKS, 16, 8> {
+struct NarrowTiles : RowTiles<uint8_t, TILES, BLOCKS, 16, BLOCKS % 2 ? 8 : 16> {
   static_assert(TILES == 2, "a lane has the scales of one key");
-  using Base = RowTiles<uint8_t, TILES, BLOCKS, 16, 8>;
+  static constexpr int V_WIDTH = BLOCKS % 2 ? 8 : 16;  // 16 are full lines of 128 bytes
+  using Base = RowTiles<uint8_t, TILES, BLOCKS, 16, V_WIDTH>;
   using Base::k;
   using Base::v;
   float k_scale, v_scale;
@@ -126,8 +127,9 @@ struct NarrowTiles : RowTiles<uint8_t, TILES, BLOCKS, 16, 8> {
           uint32_t a[2][4];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint32_t x = v[tile][half][0][j].words[t / 2];
-            const uint32_t y = v[tile][half][1][j].words[t / 2];
+            const int load = j * 8 / V_WIDTH, word = j * 8 % V_WIDTH / 4 + t / 2;
+            const uint32_t x = v[tile][half][0][load].words[word];
+            const uint32_t y = v[tile][half][1][load].words[word];
             const int at = half * 2;
             widen<KIND, ARCH>(__byte_perm(x, y, 0x5140), a[0][at], a[0][at + 1]);
             widen<KIND, ARCH>(__byte_perm(x, y, 0x7362), a[1][at], a[1][at + 1]);
