@@ -164,12 +164,17 @@ def operations(cupy):
     deep = float16(cupy, 4096, 2048)  # so deep that linear_small_m takes a row
     long = [float16(cupy, 2, 20000, 1, 64, seed=seed) for seed in (2, 3)]
     lengths = cupy.asarray([100, 19999], "int32")
+    bytes_of_cache = [cupy.ones((20, 300, 4, 64), "int8") for _ in range(2)]
+    scales = {name: cupy.ones((20, 300, 4), "float32") for name in ("k_scale", "v_scale")}
 
     def attention(q, k, v):
         return cupyflash.attention_with_cache(q, k, v, *cache, positions)
 
     def splits(q, k, v):
         return cupyflash.attention_with_cache(q, k, v, *long, lengths)
+
+    def narrow(q, k, v):
+        return cupyflash.attention_with_cache(q, k, v, *bytes_of_cache, positions, **scales)
 
     return {
         "embedding": ([(20,)], "int32", lambda tokens: embedding(tokens, weight)),
@@ -180,10 +185,11 @@ def operations(cupy):
         "deep": ([(1, 2048)], "float16", lambda x: cupyflash.linear(x, deep)),
         "attention": (heads, "float16", attention),
         "splits": ([(2, 1, 1, 64)] * 3, "float16", splits),
+        "narrow": (heads, "float16", narrow),
     }
 
 
-NAMES = ("embedding", "linear", "residual", "norm", "mlp", "deep", "attention", "splits")
+NAMES = ("embedding", "linear", "residual", "norm", "mlp", "deep", "attention", "splits", "narrow")
 
 
 @on_hopper

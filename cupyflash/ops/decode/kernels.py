@@ -55,6 +55,7 @@ class CacheAppend(KernelConfig):
     """
 
     source: ClassVar[str] = "decode/cache_append.cu"
+    dependent: ClassVar[bool] = True
     threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
 
     dtype: str
