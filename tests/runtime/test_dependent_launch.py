@@ -182,6 +182,7 @@ def operations(cupy):
         "residual": (x, "float16", lambda x: cupyflash.linear(x, weight[:256], residual=x)),
         "norm": (x, "float16", lambda x: cupyflash.linear(x, weight, bias, norm=norm)),
         "mlp": (x, "float16", lambda x: cupyflash.mlp(x, weight, down, residual=x, norm=norm)),
+        "norm alone": (x, "float16", lambda x: cupyflash.layer_norm(x, *norm[:2])),
         "deep": ([(1, 2048)], "float16", lambda x: cupyflash.linear(x, deep)),
         "attention": (heads, "float16", attention),
         "splits": ([(2, 1, 1, 64)] * 3, "float16", splits),
@@ -189,7 +190,10 @@ def operations(cupy):
     }
 
 
-NAMES = ("embedding", "linear", "residual", "norm", "mlp", "deep", "attention", "splits", "narrow")
+NAMES = (
+    *("embedding", "linear", "residual", "norm", "mlp", "norm alone", "deep", "attention"),
+    *("splits", "narrow"),
+)
 
 
 @on_hopper
