@@ -149,6 +149,12 @@ class FlashDecodeNarrow(FlashDecode):
         return 32
 
 
+class FlashDecodeNarrowOne(FlashDecodeNarrow):
+    """The same for one sequence, as `FlashDecodeOne`."""
+
+    source: ClassVar[str] = "decode/flash_decode_narrow_one.cu"
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashDecodeTile(KernelConfig):
     """Attention of more new tokens to a cache; 64 queries meet the keys of a head at once.
@@ -215,10 +221,11 @@ def flash_decode(
     if not few and rows > MAX_ROWS:
         return None
     fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
-    if kind:
-        return FlashDecodeNarrow(dtype, head_dim, fitting[0], arch, kind)
     few_units = shape.batch == 1 and rows <= fitting[0] and shape.heads_kv <= ONE_HEADS
     one = few_units and not num_splits
+    if kind:
+        narrow = FlashDecodeNarrowOne if one else FlashDecodeNarrow
+        return narrow(dtype, head_dim, fitting[0], arch, kind)
     return (FlashDecodeOne if one else FlashDecode)(dtype, head_dim, fitting[0], arch)
 
 
@@ -291,5 +298,6 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
                 yield FlashDecodeOne(dtype, head_dim, rows, arch)
                 for kind in NARROW_KINDS:
                     yield FlashDecodeNarrow(dtype, head_dim, rows, arch, kind)
+                    yield FlashDecodeNarrowOne(dtype, head_dim, rows, arch, kind)
             if (config := flash_decode_tile(dtype, head_dim, capability)) is not None:
                 yield config

@@ -1,8 +1,8 @@
 """Attention to a cache in one launch: the kernel ``cuda_src/decode/flash_decode.cu``.
 
 Of one sequence it is ``flash_decode_one.cu``. Of more than 16 queries of a head of keys it is
-``flash_decode_tile.cu``, and to a cache of 8 bits ``flash_decode_narrow.cu``, both behind the
-launch that appends.
+``flash_decode_tile.cu``, and to a cache of 8 bits ``flash_decode_narrow.cu`` or
+``flash_decode_narrow_one.cu``, all of them behind the launch that appends.
 """
 
 import math
@@ -102,7 +102,7 @@ class DecodePlan(Plan):
         grid = kernels.decode_grid(config, shape, splits, multiprocessors(q.device))
         strides = self.strides if "out" not in views else views["out"].strides
         views = {**views, "out": q._replace(strides=tuple(strides))}
-        if isinstance(config, kernels.FlashDecodeOne):
+        if isinstance(config, (kernels.FlashDecodeOne, kernels.FlashDecodeNarrowOne)):
             splits = max(1, grid // shape.heads_kv)
             grid = splits * shape.heads_kv
         abreast = 1 if splits else kernels.heads_abreast(shape.heads_kv, grid)
