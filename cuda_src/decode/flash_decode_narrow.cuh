@@ -55,9 +55,10 @@ struct ValueRange<SAME> {
 // As KeyTiles, of a cache of 8 bits, whose rows are at multiples of 16 bytes. Lane i has the scales
 // of key number i.
 template <int KIND, int TILES, int BLOCKS, int ARCH>
-struct NarrowTiles : RowTiles<uint8_t, TILES, BLOCKS, 16, BLOCKS % 2 ? 8 : 16> {
+struct NarrowTiles : RowTiles<uint8_t, TILES, BLOCKS, 16, BLOCKS == 2 ? 16 : 8> {
   static_assert(TILES == 2, "a lane has the scales of one key");
-  static constexpr int V_WIDTH = BLOCKS % 2 ? 8 : 16;  // 16 are full lines of 128 bytes
+  // 16 bytes a lane are full lines of 128; with twice as many columns sm_120 would spill.
+  static constexpr int V_WIDTH = BLOCKS == 2 ? 16 : 8;
   using Base = RowTiles<uint8_t, TILES, BLOCKS, 16, V_WIDTH>;
   using Base::k;
   using Base::v;
