@@ -47,40 +47,35 @@ class Embedding(RowsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheAppend(KernelConfig):
-    """Keys and values into a cache; a warp has a head of a row.
+class CacheRows(KernelConfig):
+    """A kernel of rows of a cache; ``vector`` columns of a load.
 
     Attributes:
         kind: of the cache, an index into `CACHE_KINDS`.
     """
 
+    dtype: str
+    kind: int
+    vector: int
+
+    @property
+    def is_usual(self) -> bool:
+        return super().is_usual and not self.kind
+
+
+class CacheAppend(CacheRows):
+    """Keys and values into a cache; a warp has a head of a row."""
+
     source: ClassVar[str] = "decode/cache_append.cu"
     dependent: ClassVar[bool] = True
     threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
 
-    dtype: str
-    kind: int
-    vector: int
 
-    @property
-    def is_usual(self) -> bool:
-        return super().is_usual and not self.kind
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheGather(KernelConfig):
+class CacheGather(CacheRows):
     """Keys and values out of a cache; a thread has ``vector`` columns at a time."""
 
     source: ClassVar[str] = "decode/cache_gather.cu"
     threads: ClassVar[int] = header("decode/cache_gather.cu").THREADS
-
-    dtype: str
-    kind: int
-    vector: int
-
-    @property
-    def is_usual(self) -> bool:
-        return super().is_usual and not self.kind
 
     def blocks(self, length: int, heads: int, head_dim: int) -> int:
         """Blocks for so many keys of a sequence."""
