@@ -14,8 +14,8 @@
 // tensor count as empty instead of returning. The blocks of a cluster run at the same time, and
 // each sends its sums before it waits for those of the others.
 //
-// The next kernel may begin as soon as the one before has ended: what it reads at once would else
-// keep the memory from the one before.
+// The next kernel may begin once the one before has ended, and not earlier: what it reads at once
+// would take bandwidth from the one before.
 //
 // A block that takes several rows, with the next one on its way, was no faster: the other blocks of
 // the multiprocessor keep the memory busy as well.
