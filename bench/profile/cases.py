@@ -157,7 +157,8 @@ def others() -> Iterator[tuple[str, Maker]]:
     yield "decode 1 x 512 keys, Llama 3 8B", part(operations.cached, 1, 512, 32, 8, 128)
     yield "decode 8 tokens, 8 x 8192 keys", part(operations.cached, 8, 8192, 32, 4, 128, 8)
     yield "cache_gather 8 x 4096 keys", part(operations.gathered, 8, 4096)
-    yield "decode 32 x 8192 keys of int8", part(operations.narrow_cache, 32, 8192)
+    for batch, keys in ((32, 8192), (1, 262144)):
+        yield f"decode {batch} x {keys} keys of int8", part(operations.narrow_cache, batch, keys)
     yield "head_norm 8192 x 24 heads", part(operations.heads_of_qwen3, 8192)
     yield "embedding", operations.embedding
     yield "cache_append", operations.append

@@ -7,9 +7,13 @@
 // with several rows of a sequence, the keys from positions[sequence] on. A warp has a head of a
 // row, its lanes VECTOR neighbouring columns each; no warp shares anything with another. A row
 // whose place is outside of the cache, which the host cannot check, is not copied.
+//
+// The next kernel may begin early (dependent_launch.cuh) if the cache has 8 bits. Else it could be
+// flash_decode, which reads older keys at once: these.
 #include "../common/convert.cuh"
 #include "../common/pack.cuh"
 #include "../common/warp.cuh"
+#include "../ptx/dependent_launch.cuh"
 #include "narrow.cuh"
 #include "params.cuh"
 
@@ -87,6 +91,8 @@ __device__ void put(const T* from, void* cache, int64_t to, float* scale, bool c
 template <typename T, int KIND, int VECTOR>
 __global__ void __launch_bounds__(THREADS)
     cache_append(const __grid_constant__ CacheAppendParams params) {
+  wait_for_previous_kernel();
+  if constexpr (KIND != SAME) launch_next_kernel();
   // Warp blockIdx.x * WARPS + threadIdx.x / 32 of all has row * heads + head, without divisions of
   // 64 bits: `turns` are those of `heads` blocks, which have WARPS rows.
   const uint32_t heads = params.heads, turns = blockIdx.x / heads;

@@ -153,7 +153,7 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
       if (lane.g == 0) to.sums[row] = sum;
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j) {
-        float4* eight = reinterpret_cast<float4*>(&to.out[row][j * 64 + lane.g * 8]);
+        float4* eight = reinterpret_cast<float4*>(&to.out[row][Tiles::column(j, lane.g)]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float (&low)[4] = o[j][2 * i], (&high)[4] = o[j][2 * i + 1];
@@ -238,6 +238,20 @@ struct DecodeBlock : DecodeRows<T, HEAD_DIM, ROWS> {
     if constexpr (NARROW) tiles.v_scale = rows.scale(params.v, params.v_strides, at);
   }
 
+  // Brings the first chunk of this warp in a segment into L2, of a cache to which the kernel before
+  // may still append.
+  __device__ __forceinline__ void prefetch(const Segment& s) const {
+    static_assert(KEYS == 32, "a lane has a key");
+    const Rows rows{params, s};
+    const int chunk = s.chunk + threadIdx.x / 32;
+    if (chunk >= s.chunk_end) return;
+    const RowPlace place = rows.place(chunk);
+    for (int column = 0; column < params.head_dim; column += 128) {
+      prefetch_l2(rows.k_row(place) + column);
+      prefetch_l2(rows.v_row(place) + column);
+    }
+  }
+
   // Whether new keys are in the first chunk of this warp in a segment.
   __device__ bool starts_new(const Segment& s) const {
     return Rows{params, s}.has_new(s.chunk + threadIdx.x / 32);
@@ -268,6 +282,7 @@ __device__ __forceinline__ void decode_step(const FlashDecodeParams& params,
     if (blockIdx.x == 0) wait_for_previous_kernel();  // one block of a grid must, the others may
     return;
   }
+  if constexpr (Block::NARROW) block.prefetch(storage.segments[0]);
   typename Block::Tiles tiles;
   if (!params.appends || block.starts_new(storage.segments[0])) wait_for_previous_kernel();
   RowPlace next = block.begin(storage.segments[0], tiles);

@@ -37,28 +37,29 @@ struct SegmentRows {
     return (segment.sequence.begin / KEYS + chunk) * KEYS;
   }
 
-  // Whether new keys are in a chunk.
+  // Whether new keys, which are in k and v, are in a chunk. A cache of 8 bits has all of them.
   __device__ bool has_new(int chunk) const {
-    return params.appends && first_key(chunk) + KEYS > segment.sequence.cached;
+    return sizeof(T) > 1 && params.appends && first_key(chunk) + KEYS > segment.sequence.cached;
   }
 
   // The place of this lane's key; for a new one, row ~i stands for row i of k and v.
   __device__ RowPlace place(int chunk) const {
     const DecodeSequence& s = segment.sequence;
     const int key = min(max(first_key(chunk) + int(threadIdx.x % KEYS), s.begin), s.length - 1);
-    if (params.appends && key >= s.cached) return {0, ~(s.first_token + key - s.cached)};
+    if (sizeof(T) > 1 && params.appends && key >= s.cached)
+      return {0, ~(s.first_token + key - s.cached)};
     return place_of(params, segment.batch, key);
   }
 
   __device__ const T* k_row(RowPlace at) const {
-    return at.row < 0 ? row(params.k, params.k_strides, segment.batch, ~at.row)
-                      : row(params.k_cache, params.k_cache_strides, params.pages.existing(at.page),
-                            at.row);
+    return sizeof(T) > 1 && at.row < 0 ? row(params.k, params.k_strides, segment.batch, ~at.row)
+                                       : row(params.k_cache, params.k_cache_strides,
+                                             params.pages.existing(at.page), at.row);
   }
   __device__ const T* v_row(RowPlace at) const {
-    return at.row < 0 ? row(params.v, params.v_strides, segment.batch, ~at.row)
-                      : row(params.v_cache, params.v_cache_strides, params.pages.existing(at.page),
-                            at.row);
+    return sizeof(T) > 1 && at.row < 0 ? row(params.v, params.v_strides, segment.batch, ~at.row)
+                                       : row(params.v_cache, params.v_cache_strides,
+                                             params.pages.existing(at.page), at.row);
   }
 
   // The scale of a key or value of a cache of 8 bits.
@@ -84,14 +85,34 @@ __device__ __forceinline__ const T* pointer_of(const T* pointer, int lane) {
 // first: it would keep more addresses and queries in registers than there are.
 __device__ __forceinline__ void keep_order() { __syncwarp(); }
 
-// TILES tiles of 16 keys and values, in BLOCKS blocks of 64 columns, of which only the last may be
-// partial. Loads of columns that do not exist read the last ones that do, so the addresses are
-// always valid. `mine` is the row of key number `lane % (16 * TILES)`.
-template <typename T, int TILES, int BLOCKS, int ARCH>
-struct KeyTiles {
-  using Eight = Words<T, 8>;
-  Eight k[TILES][2][2 * BLOCKS];  // keys g and g + 8, columns 32 i + 8 c
-  Eight v[TILES][2][2][BLOCKS];   // keys 2c, 2c + 1, those + 8, columns 64 j + 8 g
+// The columns of a row that a lane has, of LANES lanes beside each other: N in each load. Only the
+// last of BLOCKS blocks of 64 columns may be partial. Loads of columns that do not exist read the
+// last ones that do, so the addresses are always valid.
+template <int LANES, int BLOCKS, typename T, int N, int LOADS>
+__device__ __forceinline__ void load_row(Words<T, N> (&to)[LOADS], const T* row, int lane,
+                                         int head_dim) {
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const bool whole = (i + 1) * LANES * N <= (BLOCKS - 1) * 64;
+    const int column = i * LANES * N + lane * N;
+    to[i] = load_words<N, true>(row + (whole ? column : min(column, head_dim - N)));
+  }
+}
+
+// TILES tiles of 16 keys and values, in BLOCKS blocks of 64 columns. A load has K_WIDTH columns of
+// a key or V_WIDTH of a value. `mine` is the row of key number `lane % (16 * TILES)`.
+template <typename T, int TILES, int BLOCKS, int K_WIDTH, int V_WIDTH>
+struct RowTiles {
+  static constexpr int K_LOADS = BLOCKS * 64 / (4 * K_WIDTH);
+  static constexpr int V_LOADS = BLOCKS * 64 / (8 * V_WIDTH);
+  Words<T, K_WIDTH> k[TILES][2][K_LOADS];     // keys g and g + 8, columns K_WIDTH * (4 i + c)
+  Words<T, V_WIDTH> v[TILES][2][2][V_LOADS];  // keys 2c, 2c + 1, those + 8, V_WIDTH * (8 i + g)
+
+  // The first of the eight columns of values, and so of outputs, that a lane has in block j.
+  __device__ static int column(int j, int g) {
+    constexpr int IN_LOAD = V_WIDTH / 8;
+    return j / IN_LOAD * IN_LOAD * 64 + g * V_WIDTH + j % IN_LOAD * 8;
+  }
 
   __device__ void load_k(const T* mine, int head_dim) {
     const QuadLane lane;
@@ -101,12 +122,7 @@ struct KeyTiles {
       for (int half = 0; half < 2; ++half) {
         keep_order();
         const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.g);
-#pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) {
-          const int column = i * 32 + lane.c * 8;
-          k[tile][half][i] = load_words<8, true>(
-              row + (i < 2 * (BLOCKS - 1) ? column : min(column, head_dim - 8)));
-        }
+        load_row<4, BLOCKS>(k[tile][half], row, lane.c, head_dim);
       }
     }
   }
@@ -121,16 +137,19 @@ struct KeyTiles {
         for (int odd = 0; odd < 2; ++odd) {
           keep_order();
           const T* row = pointer_of(mine, tile * 16 + half * 8 + lane.c * 2 + odd);
-#pragma unroll
-          for (int j = 0; j < BLOCKS; ++j) {
-            const int column = j * 64 + lane.g * 8;
-            v[tile][half][odd][j] =
-                load_words<8, true>(row + (j < BLOCKS - 1 ? column : min(column, head_dim - 8)));
-          }
+          load_row<8, BLOCKS>(v[tile][half][odd], row, lane.g, head_dim);
         }
       }
     }
   }
+};
+
+// Tiles of a cache of T.
+template <typename T, int TILES, int BLOCKS, int ARCH>
+struct KeyTiles : RowTiles<T, TILES, BLOCKS, 8, 8> {
+  using Base = RowTiles<T, TILES, BLOCKS, 8, 8>;
+  using Base::k;
+  using Base::v;
 
   // s = K Q^T, the accumulators of 16 keys (rows g and g + 8) and 8 queries (columns 2c and 2c + 1)
   // each. The queries lie in shared memory at `q` in the same order as the keys in k: for each i
@@ -145,7 +164,8 @@ struct KeyTiles {
         const uint4 query = ld_shared_128(q + ((n * 2 * BLOCKS + i) * 32 + threadIdx.x % 32) * 16);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-          const Eight &x = k[tile][0][i], &y = k[tile][1][i];
+          const Words<T, 8>& x = k[tile][0][i];
+          const Words<T, 8>& y = k[tile][1][i];
           const uint32_t low[4] = {x.words[0], y.words[0], x.words[1], y.words[1]};
           const uint32_t high[4] = {x.words[2], y.words[2], x.words[3], y.words[3]};
           mma_m16n8k16<T, ARCH>(s[n][tile], low, query.x, query.y);

@@ -56,50 +56,14 @@ struct ValueRange<SAME> {
 // As KeyTiles, of a cache of 8 bits, whose rows are at multiples of 16 bytes. Lane i has the scales
 // of key number i.
 template <int KIND, int TILES, int BLOCKS, int ARCH>
-struct NarrowTiles {
+struct NarrowTiles : RowTiles<uint8_t, TILES, BLOCKS, 16, BLOCKS == 2 ? 16 : 8> {
   static_assert(TILES == 2, "a lane has the scales of one key");
-  Words<uint8_t, 16> k[TILES][2][BLOCKS];    // keys g and g + 8, columns 64 i + 16 c
-  Words<uint8_t, 8> v[TILES][2][2][BLOCKS];  // keys 2c, 2c + 1, those + 8, columns 64 j + 8 g
+  // 16 bytes a lane are full lines of 128; with twice as many columns sm_120 would spill.
+  static constexpr int V_WIDTH = BLOCKS == 2 ? 16 : 8;
+  using Base = RowTiles<uint8_t, TILES, BLOCKS, 16, V_WIDTH>;
+  using Base::k;
+  using Base::v;
   float k_scale, v_scale;
-
-  __device__ void load_k(const uint8_t* mine, int head_dim) {
-    const QuadLane lane;
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        keep_order();
-        const uint8_t* row = pointer_of(mine, tile * 16 + half * 8 + lane.g);
-#pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) {
-          const int column = i * 64 + lane.c * 16;
-          k[tile][half][i] =
-              load_words<16, true>(row + (i < BLOCKS - 1 ? column : min(column, head_dim - 16)));
-        }
-      }
-    }
-  }
-
-  __device__ void load_v(const uint8_t* mine, int head_dim) {
-    const QuadLane lane;
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          keep_order();
-          const uint8_t* row = pointer_of(mine, tile * 16 + half * 8 + lane.c * 2 + odd);
-#pragma unroll
-          for (int j = 0; j < BLOCKS; ++j) {
-            const int column = j * 64 + lane.g * 8;
-            v[tile][half][odd][j] =
-                load_words<8, true>(row + (j < BLOCKS - 1 ? column : min(column, head_dim - 8)));
-          }
-        }
-      }
-    }
-  }
 
   // As KeyTiles::scores(), times the scales of the keys and the `units` of the queries.
   template <int QUERY_TILES>
@@ -165,8 +129,9 @@ struct NarrowTiles {
           uint32_t a[2][4];
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint32_t x = v[tile][half][0][j].words[t / 2];
-            const uint32_t y = v[tile][half][1][j].words[t / 2];
+            const int load = j * 8 / V_WIDTH, word = j * 8 % V_WIDTH / 4 + t / 2;
+            const uint32_t x = v[tile][half][0][load].words[word];
+            const uint32_t y = v[tile][half][1][load].words[word];
             const int at = half * 2;
             widen<KIND, ARCH>(__byte_perm(x, y, 0x5140), a[0][at], a[0][at + 1]);
             widen<KIND, ARCH>(__byte_perm(x, y, 0x7362), a[1][at], a[1][at + 1]);

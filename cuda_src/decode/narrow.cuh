@@ -61,7 +61,7 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& low, uint32_t& hi
     low = sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4140), 0x64806480u);
     high = sub_f16x2(__byte_perm(bytes, 0x64646464u, 0x4342), 0x64806480u);
   } else if constexpr (ARCH >= 90) {
-    low = cvt_f16x2_e4m3x2(four), high = cvt_f16x2_e4m3x2(four >> 16);
+    low = cvt_f16x2_e4m3x2(four), high = cvt_f16x2_e4m3x2_upper(four);
   } else {
     // The fields of x, at those of a float16, are x / 256. A NaN is 1.875, and the only number that
     // overflows when it is multiplied by 36000; infinity times 0 is a NaN.

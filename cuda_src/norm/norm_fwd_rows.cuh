@@ -14,9 +14,13 @@
 // tensor count as empty instead of returning. The blocks of a cluster run at the same time, and
 // each sends its sums before it waits for those of the others.
 //
+// The next kernel may begin once the one before has ended, and not earlier: what it reads at once
+// would take bandwidth from the one before.
+//
 // A block that takes several rows, with the next one on its way, was no faster: the other blocks of
 // the multiprocessor keep the memory busy as well.
 #pragma once
+#include "../ptx/dependent_launch.cuh"
 #include "cluster_exchange.cuh"
 #include "row_tile.cuh"
 
@@ -57,14 +61,23 @@ __device__ __forceinline__ void norm_fwd_rows(const NormFwdParams& params) {
     if (inside && !RMS && params.bias) b = load_words<VECTOR>(bias + load * Tile::PITCH);
     weights.packs[load] = w, biases.packs[load] = b;
   };
+  if constexpr (EARLY) {
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load) read_affine(load);
+  } else if (blockIdx.x < CLUSTER) {  // the first row's brings them to L2, for all rows
+#pragma unroll
+    for (int load = 0; load < LOADS; ++load) {
+      if (Tile::column(load) >= columns) break;
+      prefetch_l2(weight + load * Tile::PITCH);
+      if (!RMS && params.bias) prefetch_l2(bias + load * Tile::PITCH);
+    }
+  }
+  wait_for_previous_kernel();
+  launch_next_kernel();
   RowPacks<Tile, T> values, added;  // both are loaded before the first addition
   values.load(static_cast<const T*>(params.x) + x_place, columns);
   added.load(static_cast<const T*>(params.residual) + residual_place,
              params.residual ? columns : 0);
-  if constexpr (EARLY) {
-#pragma unroll
-    for (int load = 0; load < LOADS; ++load) read_affine(load);
-  }
   if (params.residual) {
 #pragma unroll
     for (int load = 0; load < LOADS; ++load) values.add(load, added.packs[load]);

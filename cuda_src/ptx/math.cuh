@@ -103,10 +103,22 @@ __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c
   return r;
 }
 
-// Two e4m3 numbers as float16, which has all of them. sm_89 and newer.
+// Two e4m3 numbers as float16, which has all of them, and those in the upper half of a word.
+// sm_89 and newer.
 __device__ __forceinline__ uint32_t cvt_f16x2_e4m3x2(uint16_t bits) {
   uint32_t r;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(bits));
+  return r;
+}
+__device__ __forceinline__ uint32_t cvt_f16x2_e4m3x2_upper(uint32_t bits) {
+  uint32_t r;
+  asm("{\n"
+      ".reg .b16 lower, upper;\n"
+      "mov.b32 {lower, upper}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, upper;\n"
+      "}"
+      : "=r"(r)
+      : "r"(bits));
   return r;
 }
 

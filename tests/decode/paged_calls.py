@@ -75,8 +75,14 @@ class Case:
         rows = max(self.counts) * self.group
         if rows > 16 and self.head_dim <= 128:
             return ["flash_decode_tile", "cache_append"]
+        return ["flash_decode_one" if self.of_one else "flash_decode"]
+
+    @property
+    def of_one(self) -> bool:
+        """Whether the kernel is one for a single sequence."""
+        rows = max(self.counts) * self.group
         one = self.batch == 1 and rows <= (16 if self.head_dim <= 128 else 8)
-        return ["flash_decode_one" if one and not self.num_splits else "flash_decode"]
+        return one and not self.num_splits
 
     @property
     def lengths(self) -> list[int]:
@@ -316,7 +322,7 @@ class NarrowCase(Case):
 
     @property
     def launches(self) -> list[str]:
-        return ["flash_decode_narrow", "cache_append"]
+        return [f"flash_decode_narrow{'_one' * self.of_one}", "cache_append"]
 
 
 class NarrowCall(Call):
@@ -374,6 +380,11 @@ NARROW_CASES = [
                dtype="bfloat16", num_splits=3),
     NarrowCase((45, 70), page=8, appends=False, counted=False, causal=False, scales=(2,),
                heads_kv=2, group=8, cache="float8_e4m3fn", num_splits=1),
+]  # fmt: skip
+NARROW_ONE = [  # one sequence, with new tokens in two chunks, and before the padding ends
+    NarrowCase((4510,), page=16, heads_kv=2, group=4, tokens=3, head_dim=128, dtype="bfloat16"),
+    NarrowCase((62,), page=3, group=5, tokens=3, cache="float8_e4m3fn", spread=12),
+    NarrowCase((14,), page=1, group=1, tokens=8, leftpad=(17,), head_dim=192, sinks=True),
 ]  # fmt: skip
 
 
@@ -527,6 +538,9 @@ def run_emulated(folder: Path, part: str) -> None:
     if part == "narrow":
         for number, case in enumerate(NARROW_CASES):
             for blocks in (None, 1, 40) if number < 2 else (None,):
+                run(case, blocks, NarrowCall(case).check, *case.launches)
+        for number, case in enumerate(NARROW_ONE):  # 160 blocks give groups of parts
+            for blocks in (None, 7) if number else (None, 1, 40, 160):
                 run(case, blocks, NarrowCall(case).check, *case.launches)
         return
     for number, case in enumerate(CASES):

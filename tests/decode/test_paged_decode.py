@@ -87,6 +87,7 @@ def test_on_a_gpu(target):
         LONG,
         LONG_TILE,
         NARROW_CASES,
+        NARROW_ONE,
         ONE,
         ROWS,
         Call,
@@ -100,7 +101,7 @@ def test_on_a_gpu(target):
             with grid_of(None if case.num_splits else blocks):
                 for _ in range(2):
                     Call(case, "cuda").check()
-    for case in NARROW_CASES:
+    for case in (*NARROW_CASES, *NARROW_ONE):
         for blocks in (None, 1, 7, 400):
             with grid_of(None if case.num_splits else blocks):
                 NarrowCall(case, "cuda").check()

@@ -19,6 +19,7 @@ from cupyflash.jit import sources
 from cupyflash.models.engine import Engine
 from cupyflash.models.engine.decoder import padded
 from cupyflash.ops.decode.embedding import embedding
+from cupyflash.ops.linear.head_norm import head_norm
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime import driver, launch
 from cupyflash.runtime.launch import Launch, dependent_launches
@@ -165,6 +166,8 @@ def operations(cupy):
     deep = float16(cupy, 4096, 2048)  # so deep that linear_small_m takes a row
     long = [float16(cupy, 2, 20000, 1, 64, seed=seed) for seed in (2, 3)]
     lengths = cupy.asarray([100, 19999], "int32")
+    bytes_of_cache = [cupy.ones((20, 300, 4, 64), "int8") for _ in range(2)]
+    scales = {name: cupy.ones((20, 300, 4), "float32") for name in ("k_scale", "v_scale")}
 
     def attention(q, k, v):
         return cupyflash.attention_with_cache(q, k, v, *cache, positions)
@@ -172,19 +175,35 @@ def operations(cupy):
     def splits(q, k, v):
         return cupyflash.attention_with_cache(q, k, v, *long, lengths)
 
+    angles = cupy.asarray(numpy.arange(300 * 32).reshape(300, 32), "float32")
+    rotary = cupyflash.Rotary(cupy.cos(angles), cupy.sin(angles), positions)
+
+    def heads_alone(q, k):
+        head_norm(q, k, weight[0, :64], weight[1, :64], rotary=rotary, eps=1e-6)
+        return q
+
+    def narrow(q, k, v):
+        return cupyflash.attention_with_cache(q, k, v, *bytes_of_cache, positions, **scales)
+
     return {
         "embedding": ([(20,)], "int32", lambda tokens: embedding(tokens, weight)),
         "linear": (x, "float16", lambda x: cupyflash.linear(x, weight, bias)),
         "residual": (x, "float16", lambda x: cupyflash.linear(x, weight[:256], residual=x)),
         "norm": (x, "float16", lambda x: cupyflash.linear(x, weight, bias, norm=norm)),
         "mlp": (x, "float16", lambda x: cupyflash.mlp(x, weight, down, residual=x, norm=norm)),
+        "norm alone": (x, "float16", lambda x: cupyflash.layer_norm(x, *norm[:2])),
         "deep": ([(1, 2048)], "float16", lambda x: cupyflash.linear(x, deep)),
         "attention": (heads, "float16", attention),
         "splits": ([(2, 1, 1, 64)] * 3, "float16", splits),
+        "narrow": (heads, "float16", narrow),
+        "head norm": ([(20, 4, 64)] * 2, "float16", heads_alone),
     }
 
 
-NAMES = ("embedding", "linear", "residual", "norm", "mlp", "deep", "attention", "splits")
+NAMES = (
+    *("embedding", "linear", "residual", "norm", "mlp", "norm alone", "deep", "attention"),
+    *("splits", "narrow", "head norm"),
+)
 
 
 @on_hopper

@@ -50,11 +50,11 @@ for head_dim in (64, 128):
     cupyflash.attention_with_cache(*new, *caches, lengths, page_table=table)
     scales = [cupy.full((130, 64, 2), 0.01, "float32") for _ in "kv"]
     narrow = [cupy.zeros((130, 64, 2, head_dim), "int8") for _ in "kv"]
-    for tokens in (1, 4):
-        new = [make(3, tokens, heads, head_dim) for heads in (8, 2, 2)]
-        cupyflash.attention_with_cache(
-            *new, *narrow, lengths, page_table=table, k_scale=scales[0], v_scale=scales[1]
-        )
+    options = {"k_scale": scales[0], "v_scale": scales[1]}
+    for count, tokens in ((3, 1), (3, 4), (1, 1)):  # one has a kernel of its own
+        new = [make(count, tokens, heads, head_dim) for heads in (8, 2, 2)]
+        seen = {"page_table": table[:count], **options}
+        cupyflash.attention_with_cache(*new, *narrow, lengths[:count], **seen)
 # Prompts on a past in pages: a tile of queries, and several.
 for head_dim, page in ((64, 16), (128, 7), (128, 128)):
     pool = [make(600 // page + 1, page, 2, head_dim) for _ in "kv"]

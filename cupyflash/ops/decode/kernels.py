@@ -47,16 +47,13 @@ class Embedding(RowsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheAppend(KernelConfig):
-    """Keys and values into a cache; a warp has a head of a row.
+class CacheRows(KernelConfig):
+    """A kernel of rows of a cache; ``vector`` columns of a load.
 
     Attributes:
         kind: of the cache, an index into `CACHE_KINDS`.
     """
 
-    source: ClassVar[str] = "decode/cache_append.cu"
-    threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
-
     dtype: str
     kind: int
     vector: int
@@ -66,20 +63,19 @@ class CacheAppend(KernelConfig):
         return super().is_usual and not self.kind
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheGather(KernelConfig):
+class CacheAppend(CacheRows):
+    """Keys and values into a cache; a warp has a head of a row."""
+
+    source: ClassVar[str] = "decode/cache_append.cu"
+    dependent: ClassVar[bool] = True
+    threads: ClassVar[int] = header("decode/cache_append.cu").THREADS
+
+
+class CacheGather(CacheRows):
     """Keys and values out of a cache; a thread has ``vector`` columns at a time."""
 
     source: ClassVar[str] = "decode/cache_gather.cu"
     threads: ClassVar[int] = header("decode/cache_gather.cu").THREADS
-
-    dtype: str
-    kind: int
-    vector: int
-
-    @property
-    def is_usual(self) -> bool:
-        return super().is_usual and not self.kind
 
     def blocks(self, length: int, heads: int, head_dim: int) -> int:
         """Blocks for so many keys of a sequence."""
@@ -148,6 +144,12 @@ class FlashDecodeNarrow(FlashDecode):
         return 32
 
 
+class FlashDecodeNarrowOne(FlashDecodeNarrow):
+    """The same for one sequence, as `FlashDecodeOne`."""
+
+    source: ClassVar[str] = "decode/flash_decode_narrow_one.cu"
+
+
 @dataclasses.dataclass(frozen=True)
 class FlashDecodeTile(KernelConfig):
     """Attention of more new tokens to a cache; 64 queries meet the keys of a head at once.
@@ -214,10 +216,11 @@ def flash_decode(
     if not few and rows > MAX_ROWS:
         return None
     fitting = [x for x in DECODE_ROWS[head_dim] if x >= rows] or DECODE_ROWS[head_dim][-1:]
-    if kind:
-        return FlashDecodeNarrow(dtype, head_dim, fitting[0], arch, kind)
     few_units = shape.batch == 1 and rows <= fitting[0] and shape.heads_kv <= ONE_HEADS
     one = few_units and not num_splits
+    if kind:
+        narrow = FlashDecodeNarrowOne if one else FlashDecodeNarrow
+        return narrow(dtype, head_dim, fitting[0], arch, kind)
     return (FlashDecodeOne if one else FlashDecode)(dtype, head_dim, fitting[0], arch)
 
 
@@ -290,5 +293,6 @@ def configurations(capability: tuple[int, int]) -> Iterator[KernelConfig]:
                 yield FlashDecodeOne(dtype, head_dim, rows, arch)
                 for kind in NARROW_KINDS:
                     yield FlashDecodeNarrow(dtype, head_dim, rows, arch, kind)
+                    yield FlashDecodeNarrowOne(dtype, head_dim, rows, arch, kind)
             if (config := flash_decode_tile(dtype, head_dim, capability)) is not None:
                 yield config

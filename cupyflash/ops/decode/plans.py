@@ -1,8 +1,8 @@
 """Attention to a cache in one launch: the kernel ``cuda_src/decode/flash_decode.cu``.
 
 Of one sequence it is ``flash_decode_one.cu``. Of more than 16 queries of a head of keys it is
-``flash_decode_tile.cu``, and to a cache of 8 bits ``flash_decode_narrow.cu``, both behind the
-launch that appends.
+``flash_decode_tile.cu``, and to a cache of 8 bits ``flash_decode_narrow.cu`` or
+``flash_decode_narrow_one.cu``, all of them behind the launch that appends.
 """
 
 import math
@@ -14,7 +14,7 @@ from ...runtime.array import Array, View
 from ...runtime.checks import require_grid
 from ...runtime.config import ITEM_SIZE
 from ...runtime.gpu import capability_of, multiprocessors
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, dependent_launches
 from ...runtime.operation import Plan
 from ...runtime.scratch import tile_counters
 from ...runtime.structs import header
@@ -86,7 +86,8 @@ class DecodePlan(Plan):
         q = views["q"]
         super().__init__(q.device)
         self.narrow = views["k_cache"].dtype in NARROW
-        self.appends_first = shape.appends and not config.appends
+        stored = math.prod(views["k_cache"].shape) > 0
+        self.appends_first = shape.appends and not config.appends and stored
         if not config.appends:  # the kernel finds the new keys in the cache
             shape = shape._replace(appends=False)
         if self.narrow:  # and the scales in the place of k and v
@@ -101,7 +102,7 @@ class DecodePlan(Plan):
         grid = kernels.decode_grid(config, shape, splits, multiprocessors(q.device))
         strides = self.strides if "out" not in views else views["out"].strides
         views = {**views, "out": q._replace(strides=tuple(strides))}
-        if isinstance(config, kernels.FlashDecodeOne):
+        if isinstance(config, (kernels.FlashDecodeOne, kernels.FlashDecodeNarrowOne)):
             splits = max(1, grid // shape.heads_kv)
             grid = splits * shape.heads_kv
         abreast = 1 if splits else kernels.heads_abreast(shape.heads_kv, grid)
@@ -139,7 +140,12 @@ class DecodePlan(Plan):
         new = pointers[SCALES:OUT] if self.narrow else pointers[1:OLD]
         given = (pointers[0], *new, *pointers[OLD:POSITIONS])
         values = (*given, *results, *pointers[POSITIONS:SCALES], *scratch)
-        self.launch.start(stream, self.launch.argument(*values))
+        argument = self.launch.argument(*values)
+        if not self.appends_first:
+            self.launch.start(stream, argument)
+        else:
+            with dependent_launches():  # all but the new rows was there before they were appended
+                self.launch.start(stream, argument)
         return out, lse
 
 

@@ -59,6 +59,7 @@ class NormFwd(RowConfig):
     """Forward of rows that fit into the registers of a block."""
 
     source: ClassVar[str] = "norm/norm_fwd.cu"
+    dependent: ClassVar[bool] = True
 
     row_threads: int
     loads: int
@@ -104,6 +105,7 @@ class NormFwdCluster(RowClusterConfig):
     """Forward of longer rows."""
 
     source: ClassVar[str] = "norm/norm_fwd_cluster.cu"
+    dependent: ClassVar[bool] = True
 
     blocks: int
 

@@ -206,6 +206,7 @@ inline uint32_t cvt_f16x2_e4m3x2(uint16_t bits) {
   };
   return of_byte(bits & 0xff) | of_byte(bits >> 8) << 16;
 }
+inline uint32_t cvt_f16x2_e4m3x2_upper(uint32_t bits) { return cvt_f16x2_e4m3x2(bits >> 16); }
 inline float tanh_of_log2(float x) { return fmaf(-2.f, rcp_approx(1.f + exp2_approx(x)), 1.f); }
 inline float tanh_exp2(float x) {
   return 1.f - 2.f * rcp_approx(1.f + exp2_approx(2.f * LOG2E * x));
