@@ -15,34 +15,22 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS)
     head_norm(const __grid_constant__ HeadNormParams params) {
   launch_next_kernel();
+  wait_for_previous_kernel();
 
   // ---- which head ----
   const int64_t warp = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32;
   const int heads = params.heads_q + params.heads_k, lane = threadIdx.x % 32;
   const int64_t row = warp / heads;
-  if (row >= params.rows) return;  // all lanes of the warp; not the first one, which waits
+  if (row >= params.rows) return;  // all lanes of the warp
   const int head = int(warp - row * heads);
   const bool of_q = head < params.heads_q;
   T* x = of_q ? static_cast<T*>(params.q) + row * params.q_row + head * params.q_head
               : static_cast<T*>(params.k) + row * params.k_row +
                     (head - params.heads_q) * params.k_head;
-
-  // ---- what is there before the heads are ----
   const T* weight = static_cast<const T*>(of_q ? params.q_weight : params.k_weight);
-  const int half = params.head_dim / 2;
-  const int64_t known = min(int64_t(params.positions[row]), params.num_positions - 1);
-  const int64_t angles = max(int64_t(0), known) * half;
-  float2 weights[PAIRS] = {}, angle[PAIRS] = {};
-#pragma unroll
-  for (int i = 0; i < PAIRS; ++i) {
-    const int pair = lane + 32 * i;
-    if (pair >= half) break;
-    weights[i] = {to_float(weight[pair]), to_float(weight[pair + half])};
-    angle[i] = {params.cos[angles + pair], params.sin[angles + pair]};
-  }
-  wait_for_previous_kernel();
 
   // ---- read, and the mean of the squares ----
+  const int half = params.head_dim / 2;
   float first[PAIRS], second[PAIRS], squares = 0.f;
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
@@ -54,12 +42,16 @@ __global__ void __launch_bounds__(THREADS)
   const float scale = rsqrtf(warp_sum(squares) / float(params.head_dim) + params.eps);
 
   // ---- rotate, write ----
+  const int64_t known = min(int64_t(params.positions[row]), params.num_positions - 1);
+  const int64_t angles = max(int64_t(0), known) * half;
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
     const int pair = lane + 32 * i;
-    if (pair >= half) break;
-    float a = first[i] * scale * weights[i].x, b = second[i] * scale * weights[i].y;
-    RowRotation<T>::rotate(angle[i], a, b);
+    if (pair >= half) continue;
+    float a = first[i] * scale * to_float(weight[pair]);
+    float b = second[i] * scale * to_float(weight[pair + half]);
+    const float2 angle = {params.cos[angles + pair], params.sin[angles + pair]};
+    RowRotation<T>::rotate(angle, a, b);
     x[pair] = from_float<T>(a);
     x[pair + half] = from_float<T>(b);
   }

@@ -19,7 +19,6 @@ from cupyflash.jit import sources
 from cupyflash.models.engine import Engine
 from cupyflash.models.engine.decoder import padded
 from cupyflash.ops.decode.embedding import embedding
-from cupyflash.ops.linear.head_norm import head_norm
 from cupyflash.precompile import TOPICS
 from cupyflash.runtime import driver, launch
 from cupyflash.runtime.launch import Launch, dependent_launches
@@ -175,13 +174,6 @@ def operations(cupy):
     def splits(q, k, v):
         return cupyflash.attention_with_cache(q, k, v, *long, lengths)
 
-    angles = cupy.asarray(numpy.arange(300 * 32).reshape(300, 32), "float32")
-    rotary = cupyflash.Rotary(cupy.cos(angles), cupy.sin(angles), positions)
-
-    def heads_alone(q, k):
-        head_norm(q, k, weight[0, :64], weight[1, :64], rotary=rotary, eps=1e-6)
-        return q
-
     def narrow(q, k, v):
         return cupyflash.attention_with_cache(q, k, v, *bytes_of_cache, positions, **scales)
 
@@ -196,13 +188,12 @@ def operations(cupy):
         "attention": (heads, "float16", attention),
         "splits": ([(2, 1, 1, 64)] * 3, "float16", splits),
         "narrow": (heads, "float16", narrow),
-        "head norm": ([(20, 4, 64)] * 2, "float16", heads_alone),
     }
 
 
 NAMES = (
     *("embedding", "linear", "residual", "norm", "mlp", "norm alone", "deep", "attention"),
-    *("splits", "narrow", "head norm"),
+    *("splits", "narrow"),
 )
 
 
