@@ -1,4 +1,4 @@
-"""Scores and masks of the caller's own over the tokens of several processes."""
+"""Scores and masks of the caller's own over the tokens of several processes, those of ranks.py."""
 
 import dataclasses
 import os
