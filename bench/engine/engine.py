@@ -163,7 +163,7 @@ def table(rows: list[Row]) -> Table:
         mine, share = best.get(place(row)), row.get("share")
         found.add_row(
             row["model"],
-            f"{row['op'].removeprefix('engine_')} {row['batch']} x {row['tokens']}",
+            _title(row["op"], row["batch"], row["tokens"]),
             row["impl"],
             f"{row['ms']:.3f}",
             f"{row['tokens_per_s']:,.0f}",
@@ -174,27 +174,34 @@ def table(rows: list[Row]) -> Table:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write the picture of a results file: tokens a second, a panel for each kind."""
+    """Write the picture of a results file: tokens a second, relative to the best of a cell."""
     rows = results["rows"]
-    kinds = [kind for kind in KINDS if any(row["op"] == f"engine_{kind}" for row in rows)]
-    colours = dict(zip(IMPLS, (plots.BLUE, plots.AMBER, plots.PALE)))
-    with plots.picture(path, (11, 4), 1, len(kinds)) as (_, (panels,)):
-        for axes, kind in zip(panels, kinds):
-            of_kind = [row for row in rows if row["op"] == f"engine_{kind}"]
-            cells = list(dict.fromkeys((x["model"], x["batch"]) for x in of_kind))
-            for row in of_kind:
-                place = cells.index((row["model"], row["batch"]))
-                place += 0.25 * (IMPLS.index(row["impl"]) - 1)
-                axes.barh(place, row["tokens_per_s"], 0.22, color=colours[row["impl"]])
-                axes.text(row["tokens_per_s"], place, f" {row['tokens_per_s']:,.0f}", va="center")
-            axes.set_yticks(range(len(cells)), [f"{model}, {batch}" for model, batch in cells])
-            axes.invert_yaxis()
-            axes.margins(x=0.25)
-            axes.set_title(kind)
-            axes.set_xlabel("tokens a second")
+    cell_of = lambda row: Cell(row["model"], row["op"], row["batch"], row["tokens"])  # noqa: E731
+    cells, best = list(dict.fromkeys(map(cell_of, rows))), {}
+    for row in rows:
+        best[cell_of(row)] = max(best.get(cell_of(row), 0), row["tokens_per_s"])
+    colours = dict(zip(IMPLS, (plots.RED, plots.BLUE, plots.SKY)))
+    with plots.picture(path, (8, 1 + 0.6 * len(cells))) as (figure, ((axes,),)):
+        for row in rows:
+            place = cells.index(cell_of(row)) + 0.27 * (IMPLS.index(row["impl"]) - 1)
+            share = row["tokens_per_s"] / best[cell_of(row)]
+            axes.barh(place, share, 0.25, color=colours[row["impl"]])
+            axes.text(share, place, f" {row['tokens_per_s']:,.0f}", va="center", fontsize=9)
+        names = [f"{x.model}, {_title(x.kind, x.batch, x.tokens)}" for x in cells]
+        axes.set_yticks(range(len(cells)), names)
+        axes.set_ylim(len(cells) - 0.5, -0.5)
+        axes.set_xlim(0, 1.15)
+        axes.set_xticks([])
+        axes.set_title("tokens a second")
         for impl, colour in colours.items():
-            panels[0].barh(0, 0, color=colour, label=impl)
-        panels[0].legend(loc="lower right")
+            axes.barh(0, 0, color=colour, label=impl)
+        figure.legend(loc="outside lower center", ncols=len(colours))
+
+
+def _title(op: str, batch: int, tokens: int) -> str:
+    """What a cell is, in the words of a table."""
+    kind = op.removeprefix("engine_")
+    return f"{batch} requests" if kind == "serve" else f"{kind} {batch} x {tokens}"
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -15,6 +15,8 @@ from cupyflash.ops.attention.sm90.forward import FORWARD_TILES  # noqa: E402
 
 PICTURES = {  # of each results file
     "attention": ("attention-fwd", "attention-bwd", "attention-causal"),
+    "engine": ("engine",),
+    "engine_8b": ("engine_8b",),
     "gpt2": ("gpt2",),
     "ladder": ("ladder", "ladder-memory"),
     "memory": ("memory",),
@@ -22,6 +24,7 @@ PICTURES = {  # of each results file
     "parallel": ("parallel",),
     "precision": ("precision",),
     "profile": ("roofline",),
+    "scores": ("scores",),
     "time_budget": ("time_budget",),
     "timeline": ("timeline",),
     "train_char_gpt": ("train_char_gpt",),

@@ -293,6 +293,8 @@ def test_readme_claims_no_more_than_the_tables():
     [
         ("training step [^|]*", "train_step", {"mode": "compiled", "seqlen": 4096},
          "cupyflash", ("sdpa-cudnn", "sdpa-flash")),
+        ("a small GPT[^|]*", "train_step_small", {"mode": "graphs", "seqlen": 1024},
+         "cupyflash", ("sdpa-cudnn", "sdpa-flash")),
         ("16 steps [^|]*", "unet", {"steps": 16, "batch": 1},
          "cupyflash-graphs", ("torch-compile-graphs", "torch-compile")),
         ("one token [^|]*", "gpt2", {"op": "gpt2_decode", "batch": 1},
