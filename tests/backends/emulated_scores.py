@@ -226,10 +226,22 @@ def learning(case: Case) -> Case:
     return case._replace(text=case.text._replace(captures=captures))
 
 
-def check_gradient_of_a_number(folder: Path) -> None:
-    """Of one factor of all scores, an array of rank 0; `check_texts` has those of other ranks."""
-    inputs = make_inputs("torch", "bfloat16", batch=2, seqlen_q=90, seqlen_k=130, heads_q=2)
-    check_case(folder, "temperature", learning(temperature()), inputs, "sm90")
+def check_gradients(folder: Path, backend: str) -> None:
+    """Of an array of rank 0, and in exact sums: equal bits whatever the order of the blocks."""
+    dtype = "float32" if backend == "fp16x3" else "bfloat16"
+    inputs = make_inputs("torch", dtype, batch=2, seqlen_q=90, seqlen_k=130, heads_q=2)
+    check_case(folder, "temperature", learning(temperature()), inputs, backend)
+    for name in ("table", "gate"):
+        case = learning(cases(2, 90, 130)[name])
+        with emulator.hopper(folder) as launched, environment.override(backend=backend):
+            first, second = (run(case, inputs, deterministic="error") for _ in range(2))
+            of_floats = [run(case, inputs) for _ in range(2)]
+        assert launched.count("round_sums") == 2
+        print(f"{name}, deterministic: {', '.join(dict.fromkeys(launched))}")
+        expected(case, inputs).check(**first)
+        assert all(torch.equal(x, second[name]) for name, x in first.items())
+        of_capture = f"d{case.text.captures[0].name}"
+        assert not torch.equal(*(x[of_capture] for x in of_floats))  # so the orders did differ
 
 
 if __name__ == "__main__":
@@ -238,4 +250,4 @@ if __name__ == "__main__":
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
     if sys.argv[2] == "sm90":
         check_tiles(Path(sys.argv[1]))
-        check_gradient_of_a_number(Path(sys.argv[1]))
+        check_gradients(Path(sys.argv[1]), sys.argv[2])

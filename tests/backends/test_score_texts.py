@@ -102,8 +102,8 @@ def test_registers_of_other_kernels(capability):
         text = text_of(name)
         learning = tuple(x._replace(learns=True) for x in text.captures)
         features = Features(text=text._replace(captures=learning))
-        configs.append(capture_gradients.kernel(Kind(dtype, head_dim, features, capability)))
-    assert None not in configs
+        config = capture_gradients.kernel(Kind(dtype, head_dim, features, capability))
+        configs += [config, dataclasses.replace(config, exact=True)]
     found = [jit.build(x, jit.arch_of(capability)) for x in configs]
     assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
 
@@ -146,19 +146,12 @@ def test_options_that_a_score_replaces(option):
 
 
 @needs_torch
-@pytest.mark.parametrize(
-    "dtype, deterministic, got",
-    [("float32", "", "float32, head_dim 64"), ("float16", "error", "deterministic=True")],
-)
-def test_gradients_of_captures_that_are_not_built(dtype, deterministic, got):
+def test_gradients_of_captures_that_are_not_built():
     text = text_of("alibi")
     learning = text._replace(captures=(text.captures[0]._replace(learns=True),))
     problem = problem_of(1, (2, 2), 64, 64, 64)
     problem = dataclasses.replace(
-        problem, dtype=dtype, text=learning, captures=(view(2, dtype="float32"),)
+        problem, dtype="float32", text=learning, captures=(view(2, dtype="float32"),)
     )
-    wanted = Wanted({}, in_order=bool(deterministic))
-    # The configuration stands for its launch, which needs a GPU.
-    work = Pass((), capture_gradients=capture_gradients.kernel(problem.kind((9, 0))))
-    with pytest.raises(NotImplementedError, match=f"^attention_backward: .*, got {got}$"):
-        refuse_lacking("attention_backward", problem, wanted, work, deterministic)
+    with pytest.raises(NotImplementedError, match="^attention_backward: .*, got float32, head_dim"):
+        refuse_lacking("attention_backward", problem, Wanted({}), Pass(()), "")

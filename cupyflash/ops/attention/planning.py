@@ -87,9 +87,6 @@ def refuse_lacking(
         fact = "the gradient of what a score reads is built for float16 and bfloat16 on tensor "
         fact += "cores, with rows of whole 16 bytes, without a key mask"
         raise NotImplementedError(f"{function}: {fact}, got {got}")
-    if problem.learned and deterministic == "error":
-        fact = "the gradient of what a score reads has no deterministic order"
-        raise NotImplementedError(f"{function}: {fact}, got deterministic=True")
     if deterministic == "error" and has_no_order(problem, wanted, work):
         fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
         fact += "deterministic sum only where tensor cores compute the backward pass"
