@@ -9,7 +9,7 @@ from pathlib import Path
 
 import emulator
 import torch
-from score_texts import Case, cases, temperature
+from score_texts import Capture, Case, Text, cases, temperature
 
 from cupyflash import Score, environment
 from cupyflash.ops.attention.checks import check
@@ -244,10 +244,48 @@ def check_gradients(folder: Path, backend: str) -> None:
         assert not torch.equal(*(x[of_capture] for x in of_floats))  # so the orders did differ
 
 
+def check_gradients_beside_options(folder: Path, backend: str) -> None:
+    """A text that reads a bias gives it the gradient of the option, beside other options."""
+    dtypes = {"simt": ("float32", "bfloat16"), "fp16x3": ("float32",)}.get(backend, ("float16",))
+    shape = {"batch": 2, "seqlen_q": 70, "seqlen_k": 100, "heads_q": 2, "heads_kv": 1}
+    rng = torch.Generator().manual_seed(4)
+    table = torch.randn((2, 2, 70, 100), generator=rng)
+    mask = torch.rand((2, 100), generator=rng) < 0.7
+    captures = (Capture("table", "float32", 4, True),)
+    text = Text("score + table(batch, head, query, key)", "", captures)
+    for dtype in dtypes:
+        inputs = make_inputs("torch", dtype, head_dim=64, **shape)
+        if backend == "simt":
+            inputs = unaligned(inputs)
+        bias = torch.randn((2, 2, 70, 100), generator=rng).to(inputs.q)
+        beside = [{"key_mask": mask}, {"window": (60, 20), "dropout_p": 0.2}]
+        beside += [] if backend == "fp16x3" else [{"key_mask": mask, "bias": bias}]
+        for options in beside:
+            seeds = [{"dropout_seed": x} for x in (torch.tensor([5]), 5)]
+            given, right = (options | x if "dropout_p" in options else options for x in seeds)
+            with emulator.hopper(folder) as launched, environment.override(backend=backend):
+                results = run(Case(text, {"table": table}), inputs, **given)
+            print(f"gradient beside {[*given]}, {dtype}: {', '.join(launched)}")
+            of_tensors = "flash_bwd_captures_sm80" in launched
+            assert of_tensors != (backend in ("simt", "fp16x3"))
+            results["dbias"] = results.pop("dtable")
+            both = table + right.get("bias", torch.zeros(1)).float()
+            reference(inputs, **right | {"bias": both}).check(**results)
+
+
+def unaligned(inputs: Inputs) -> Inputs:
+    """The same with rows that no kernel can read 16 bytes at a time."""
+    names = ("q", "k", "v", "dout")
+    wide = {x: torch.nn.functional.pad(getattr(inputs, x), (1, 0)) for x in names}
+    return dataclasses.replace(inputs, **{name: x[..., 1:] for name, x in wide.items()})
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_texts(Path(sys.argv[1]), sys.argv[2])
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
+    check_gradients_beside_options(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[2] in ("sm90", "fp16x3"):  # which add to the gradients by other kernels
+        check_gradients(Path(sys.argv[1]), sys.argv[2])
     if sys.argv[2] == "sm90":
         check_tiles(Path(sys.argv[1]))
-        check_gradients(Path(sys.argv[1]), sys.argv[2])

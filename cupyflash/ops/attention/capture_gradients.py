@@ -25,6 +25,8 @@ from .passes import Sharing, Wanted, backward_params, zeros_for
 from .problem import Problem
 
 structs = header("attention/text/round_sums.cu")
+INCLUDE = '#include "attention/text.cuh"\n'
+INCLUDE_LEARNING = '#include "attention/text/learning.cuh"\n'
 SUM_WORDS = ctypes.sizeof(structs.ExactSum) // 4
 
 
@@ -43,7 +45,7 @@ class CapturesKernel(AttentionKernel):
     @property
     def header(self) -> str:
         """That of the text, in which captures that learn are read with a derivative."""
-        text = super().header
+        text = super().header.replace(INCLUDE, f"{INCLUDE}{INCLUDE_LEARNING}")
         reads, starts = [], []
         for capture in self.text.captures:
             if not capture.learns:
@@ -56,7 +58,6 @@ class CapturesKernel(AttentionKernel):
         text = re.sub(r" *uint8_t padding\[\d+\];\n?", "", text)
         return (
             f"{'#define EXACT_GRADIENTS' if self.exact else ''}\n"
-            '#include "attention/text/learning.cuh"\n'
             f"{text}namespace text {{\nconstexpr int NUM_READS = {len(reads)};\n"
             "__device__ __forceinline__ void start_reads(const Captures& captures) "
             f"{{ {' '.join(starts)} }}\n"
@@ -94,6 +95,7 @@ class CaptureGradients:
     """The launches for one problem."""
 
     def __init__(self, config: CapturesKernel, problem: Problem, wanted: Wanted) -> None:
+        config = dataclasses.replace(config, exact=wanted.in_order)
         params = backward_params(problem, wanted, Sharing())
         self.launch = AttentionLaunch(config, problem, params)
         self.semaphore = call_fields(params).index("dq_semaphore")

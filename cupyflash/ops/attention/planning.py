@@ -81,15 +81,11 @@ def backward_plan(
 def refuse_lacking(
     function: str, problem: Problem, wanted: Wanted, work: Pass, deterministic: str
 ) -> None:
-    """Raise NotImplementedError if a backward pass lacks a result, or a sum that has an order."""
-    got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
-    if problem.learned and work.capture_gradients is None:
-        fact = "the gradient of what a score reads is built for float16 and bfloat16 on tensor "
-        fact += "cores, with rows of whole 16 bytes, without a key mask"
-        raise NotImplementedError(f"{function}: {fact}, got {got}")
+    """Raise NotImplementedError if a backward pass lacks a sum that has an order."""
     if deterministic == "error" and has_no_order(problem, wanted, work):
         fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
         fact += "deterministic sum only where tensor cores compute the backward pass"
+        got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
         raise NotImplementedError(f"{function}: {fact}, got {got}")
 
 

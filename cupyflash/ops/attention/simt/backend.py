@@ -39,7 +39,7 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    of_captures = capture_gradients.plan(problem, kind, wanted)
+    of_captures = capture_gradients.plan(problem, kind.with_bool_mask, wanted)
     return unshared_backward_pass(
         problem, card, wanted, backward_kernels(kind), capture_gradients=of_captures
     )

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from ....runtime.gpu import HALF, architecture
 from ..capture_gradients import CaptureGradients, CapturesKernel
-from ..kind import KEY_MASK, Access, Kind
+from ..kind import Access, Kind
 from ..passes import Wanted
 from ..problem import Problem
+from ..simt import kernels as simt
 from .forward import padded_head_dim
 
 # block_m, block_n, num_warps: the first one whose operands fit the shared memory.
@@ -50,11 +51,11 @@ def kernel(kind: Kind) -> FlashBwdCapturesSm80 | None:
 
 
 def plan(problem: Problem, kind: Kind, wanted: Wanted) -> CaptureGradients | None:
-    """The gradients of the captures of a problem; None if none learns, or there is no kernel."""
-    if not problem.learned or kind.features.bias >= KEY_MASK or problem.access < Access.VECTOR:
+    """The gradients of the captures of a problem; None if none learns.
+
+    The kernel for CUDA cores takes what this one does not.
+    """
+    if not problem.learned:
         return None
-    config = kernel(kind)
-    if config is None:
-        return None
-    config = dataclasses.replace(config, exact=wanted.in_order)
-    return CaptureGradients(config, problem, wanted)
+    config = kernel(kind) if problem.access >= Access.VECTOR else None
+    return CaptureGradients(config or simt.captures_kernel(kind), problem, wanted)
