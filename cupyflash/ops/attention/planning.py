@@ -74,11 +74,11 @@ def backward_plan(
     if not (without_keys or 0 in (shape.batch, shape.heads_q, shape.seqlen_q)):
         backend, kind, card, tile = _serving(function, problem, tile, backward=True)
         work = backend.backward(problem, kind, card, wanted, tile)
-        refuse_lacking(function, problem, wanted, work, deterministic)
+        refuse_unordered(function, problem, wanted, work, deterministic)
     return BackwardPlan(problem, library, gradients, wanted, work)
 
 
-def refuse_lacking(
+def refuse_unordered(
     function: str, problem: Problem, wanted: Wanted, work: Pass, deterministic: str
 ) -> None:
     """Raise NotImplementedError if a backward pass lacks a sum that has an order."""
