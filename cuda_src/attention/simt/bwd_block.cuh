@@ -1,9 +1,8 @@
-// The tile of a block of the backward kernels, the operands of its scores, and the turns in which
-// blocks add to dQ.
+// The tile of a block of flash_bwd_simt.cu, and the turns in which blocks add to dQ.
 #pragma once
 #include "../block_info.cuh"
 #include "../tile_order.cuh"
-#include "gemm.cuh"
+#include "tile.cuh"
 
 // The tile of a block. It lives in shared memory, like the matrices, to spare registers.
 template <typename T>
@@ -35,34 +34,6 @@ struct SimtBwdBlock {
     dout.locate(params.dout, params.dout_strides, batch, sequence.start_q, shape);
     k.locate(params.k, params.k_strides, batch, sequence.start_k, shape);
     v.locate(params.v, params.v_strides, batch, sequence.start_k, shape);
-  }
-};
-
-// The operands of the block's products over the head dimension, for BLOCK_M queries from tile m on.
-template <int BLOCK_M, int BLOCK_N, typename T>
-struct BwdOperands {
-  const FlashBwdParams& params;
-  const SimtBwdBlock<T>& block;
-
-  __device__ __forceinline__ Matrix<const T> of_queries(const SequenceRows<const T>& x,
-                                                        const Strides& strides, int head,
-                                                        int m) const {
-    return x.matrix(strides, head, m * BLOCK_M, block.sequence.seqlen_q, params.shape.head_dim);
-  }
-  __device__ __forceinline__ Matrix<const T> of_keys(const SequenceRows<const T>& x,
-                                                     const Strides& strides) const {
-    const int n_begin = block.n_block * BLOCK_N;
-    return x.matrix(strides, block.head_kv, n_begin, n_begin + block.n_rows, params.shape.head_dim);
-  }
-  // Of S = Q K^T.
-  __device__ __forceinline__ auto copies_for_s(int head, int m) const {
-    return Copies{ColumnsOf<BLOCK_M, T>(of_queries(block.q, params.q_strides, head, m)),
-                  ColumnsOf<BLOCK_N, T>(of_keys(block.k, params.k_strides))};
-  }
-  // Of dP = dO V^T.
-  __device__ __forceinline__ auto copies_for_dp(int head, int m) const {
-    return Copies{ColumnsOf<BLOCK_M, T>(of_queries(block.dout, params.dout_strides, head, m)),
-                  ColumnsOf<BLOCK_N, T>(of_keys(block.v, params.v_strides))};
   }
 };
 

@@ -10,6 +10,7 @@
 // score beside the text.
 #include "../text/reads.cuh"
 #include "bwd_block.cuh"
+#include "gemm.cuh"
 #include "score.cuh"
 
 template <typename T, int BLOCK_M, int BLOCK_N, int BIAS, bool DROPOUT>
@@ -31,7 +32,24 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
   __syncthreads();                // the tile is located
   if (block.n_rows <= 0) return;  // packed: past the end of this sequence
 
-  const BwdOperands<BLOCK_M, BLOCK_N, T> operands{params, block};
+  const auto rows_of_queries = [&](const SequenceRows<const T>& x, const Strides& strides, int head,
+                                   int m) {
+    return ColumnsOf<BLOCK_M, T>(
+        x.matrix(strides, head, m * BLOCK_M, block.sequence.seqlen_q, shape.head_dim));
+  };
+  const auto rows_of_keys = [&](const SequenceRows<const T>& x, const Strides& strides) {
+    const int n_begin = block.n_block * BLOCK_N;
+    return ColumnsOf<BLOCK_N, T>(
+        x.matrix(strides, block.head_kv, n_begin, n_begin + block.n_rows, shape.head_dim));
+  };
+  const auto copies_for_s = [&](int head, int m) {
+    return Copies{rows_of_queries(block.q, params.q_strides, head, m),
+                  rows_of_keys(block.k, params.k_strides)};
+  };
+  const auto copies_for_dp = [&](int head, int m) {
+    return Copies{rows_of_queries(block.dout, params.dout_strides, head, m),
+                  rows_of_keys(block.v, params.v_strides)};
+  };
   const Captures captures = params;  // with the state of an evaluation
   ReadSums sums;
 
@@ -41,7 +59,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
   const int chunks = chunks_of(shape.head_dim);
   int head = block.m_range.begin < block.m_range.end ? block.head_kv * group_size : head_end;
   int m = block.m_range.begin;
-  if (head < head_end) copy_first_chunk(buffers, operands.copies_for_s(head, m));
+  if (head < head_end) copy_first_chunk(buffers, copies_for_s(head, m));
 #pragma unroll 1
   while (head < head_end) {
     const bool last_m = m + 1 == block.m_range.end;
@@ -55,10 +73,10 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
     set_zero(acc_s);
     set_zero(acc_dp);
     multiply_add(
-        acc_s, lines_q, lines_k, chunks, buffers, operands.copies_for_s(head, m),
-        [&] { return operands.copies_for_dp(head, m); }, score_chains<T, HEAD_DIM>(waiting));
-    multiply_add(acc_dp, lines_q, lines_k, chunks, buffers, operands.copies_for_dp(head, m),
-                 [&] { return operands.copies_for_s(min(next_head, head_end - 1), next_m); });
+        acc_s, lines_q, lines_k, chunks, buffers, copies_for_s(head, m),
+        [&] { return copies_for_dp(head, m); }, score_chains<T, HEAD_DIM>(waiting));
+    multiply_add(acc_dp, lines_q, lines_k, chunks, buffers, copies_for_dp(head, m),
+                 [&] { return copies_for_s(min(next_head, head_end - 1), next_m); });
 
     // ---- P ----
     const int row = m * BLOCK_M + MapS::row();

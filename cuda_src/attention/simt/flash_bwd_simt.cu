@@ -26,6 +26,7 @@
 // of their keys, so blocks wait for each other. A block takes its tile by ticket, so it waits only
 // for blocks that run already, and the earliest of them waits for none.
 #include "bwd_block.cuh"
+#include "gemm.cuh"
 #include "score.cuh"
 
 template <typename T, int HEAD_DIM, int BLOCK_N, bool SOFTCAP, bool ALIBI, int BIAS, bool DROPOUT>
@@ -69,11 +70,25 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
   __syncthreads();                // the tile is located
   if (block.n_rows <= 0) return;  // packed: past the end of this sequence
 
-  const BwdOperands<BLOCK_M, BLOCK_N, T> operands{params, block};
+  const auto rows_of_queries = [&](const SequenceRows<const T>& x, const Strides& strides, int head,
+                                   int m) {
+    return x.matrix(strides, head, m * BLOCK_M, block.sequence.seqlen_q, shape.head_dim);
+  };
+  const auto rows_of_keys = [&](const SequenceRows<const T>& x, const Strides& strides) {
+    const int n_begin = block.n_block * BLOCK_N;
+    return x.matrix(strides, block.head_kv, n_begin, n_begin + block.n_rows, shape.head_dim);
+  };
+  const auto copies_for_s = [&](int head, int m) {
+    return Copies{ColumnsOf<BLOCK_M, T>(rows_of_queries(block.q, params.q_strides, head, m)),
+                  ColumnsOf<BLOCK_N, T>(rows_of_keys(block.k, params.k_strides))};
+  };
+  const auto copies_for_dp = [&](int head, int m) {
+    return Copies{ColumnsOf<BLOCK_M, T>(rows_of_queries(block.dout, params.dout_strides, head, m)),
+                  ColumnsOf<BLOCK_N, T>(rows_of_keys(block.v, params.v_strides))};
+  };
   const auto copies_for_keys = [&](const SequenceRows<const T>& x, const Strides& strides, int head,
                                    int m, int group) {
-    const RowsOf<WIDTH, T> rows(
-        operands.of_queries(x, strides, head, m).from_column(group * WIDTH));
+    const RowsOf<WIDTH, T> rows(rows_of_queries(x, strides, head, m).from_column(group * WIDTH));
     if constexpr (BY_KEYS) {
       return Copies{NoCopy{}, rows};
     } else {
@@ -87,9 +102,9 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
     return copies_for_keys(block.q, params.q_strides, head, m, group);
   };
   const auto copies_for_dq = [&](int group) {
-    return Copies{NoCopy{},
-                  RowsOf<WIDTH_Q, T>(
-                      operands.of_keys(block.k, params.k_strides).from_column(group * WIDTH_Q))};
+    return Copies{
+        NoCopy{},
+        RowsOf<WIDTH_Q, T>(rows_of_keys(block.k, params.k_strides).from_column(group * WIDTH_Q))};
   };
   // acc += W^T B, where W lies in `weights` by queries
   const auto multiply_weights = [&](auto& acc, int chunks, const auto& copies, auto next) {
@@ -118,7 +133,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
   const int head_end = (block.head_kv + 1) * group_size;
   int head = block.m_range.begin < block.m_range.end ? block.head_kv * group_size : head_end;
   int m = block.m_range.begin;
-  if (head < head_end) copy_first_chunk(buffers, operands.copies_for_s(head, m));
+  if (head < head_end) copy_first_chunk(buffers, copies_for_s(head, m));
 #pragma unroll 1
   while (head < head_end) {
     const int row = m * BLOCK_M + MapS::row();
@@ -132,8 +147,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
     set_zero(acc_s);
     multiply_add(
         acc_s, staged<BLOCK_M>(buffers.a, MapS::row()), staged<BLOCK_N>(buffers.b, MapS::col()),
-        chunks_d, buffers, operands.copies_for_s(head, m),
-        [&] { return copies_for_dv(head, m, 0); }, score_chains<T, HEAD_DIM>(weights));
+        chunks_d, buffers, copies_for_s(head, m), [&] { return copies_for_dv(head, m, 0); },
+        score_chains<T, HEAD_DIM>(weights));
     {
       const ScoreFunction<SOFTCAP, ALIBI> score(params, block.sequence, block.batch, head);
       const ThreadScoreBias<T, BIAS_KIND> bias(
@@ -188,7 +203,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
                          [&] { return copies_for_dv(head, m, g + 1); });
       } else {
         multiply_weights(acc_dv[g], chunks_m, copies_for_dv(head, m, g),
-                         [&] { return operands.copies_for_dp(head, m); });
+                         [&] { return copies_for_dp(head, m); });
       }
     }
 
@@ -196,8 +211,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
     float acc_dp[ROWS][COLS];
     set_zero(acc_dp);
     multiply_add(acc_dp, staged<BLOCK_M>(buffers.a, MapS::row()),
-                 staged<BLOCK_N>(buffers.b, MapS::col()), chunks_d, buffers,
-                 operands.copies_for_dp(head, m), [&] { return copies_for_dk(head, m, 0); });
+                 staged<BLOCK_N>(buffers.b, MapS::col()), chunks_d, buffers, copies_for_dp(head, m),
+                 [&] { return copies_for_dk(head, m, 0); });
     if constexpr (!KEPT) {
       load_rows_of<BLOCK_M, BLOCK_N>(acc_s, weights);
     } else if constexpr (PARKED) {
@@ -267,7 +282,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
                      [&] { return copies_for_dq(g + 1); });
       } else {
         multiply_add(sum, lines_dt, lines_k, chunks, buffers, copies_for_dq(g),
-                     [&] { return operands.copies_for_s(min(next_head, head_end - 1), next_m); });
+                     [&] { return copies_for_s(min(next_head, head_end - 1), next_m); });
       }
       if (g == 0 && turn) {
         if (threadIdx.x == 0) {
