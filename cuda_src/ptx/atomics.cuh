@@ -18,6 +18,16 @@ __device__ __forceinline__ void red_add(float* address, const float (&v)[4]) {
                : "memory");
 }
 
+// Adds to global memory and returns what was there.
+__device__ __forceinline__ uint64_t atom_add(uint64_t* address, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(address), "l"(value)
+               : "memory");
+  return before;
+}
+
 // Reads a flag. Whatever was written before the release of the value that it returns is visible to
 // this thread afterwards (sm_70).
 __device__ __forceinline__ int load_acquire(const int* address) {

@@ -110,18 +110,15 @@ def results(
     arrays: tuple[Tensor, ...],
     score: Callable | None = None,
     mask: Callable | None = None,
-    *,
-    learn: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Both passes of `cupyflash.attention` by autograd, named as in `expected_scores`.
 
     Args:
-        learn: floating arrays have gradients.
         options: of `cupyflash.attention`.
     """
     qkv = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    arrays = tuple(x.detach().requires_grad_(learn and x.is_floating_point()) for x in arrays)
+    arrays = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in arrays)
     learned = {f"d{i}": x for i, x in enumerate(arrays) if x.requires_grad}
     given = {"score": score and score(*arrays), "mask": mask and mask(*arrays)}
     out, lse = attention(*qkv, layout=inputs.layout, return_lse=True, **given, **options)

@@ -4,12 +4,13 @@
 """
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
 import emulator
 import torch
-from score_texts import Case, cases, temperature
+from score_texts import Capture, Case, Text, cases, temperature
 
 from cupyflash import Score, environment
 from cupyflash.ops.attention.checks import check
@@ -142,7 +143,7 @@ def problems(backend: str):
 def check_texts(folder: Path, backend: str) -> None:
     """Every text at one problem on sm90, half of them on the others; every problem with a text.
 
-    On sm90 with the gradients of captures, and without the masks that `check_tiles` has.
+    Arrays have gradients, and sm90 has its masks in `check_tiles`.
     """
     of = list(problems(backend))
     for number in range(0 if backend == "sm90" else len(of), len(cases(1, 1, 1))):
@@ -156,7 +157,7 @@ def check_texts(folder: Path, backend: str) -> None:
                 continue
             if name in ("alibi", "table"):  # as a call generates it
                 case = case._replace(text=Score(case.text.score, **case.arrays).alone)
-            case = learning(case)
+        case = learning(case) if case.score else case
         check_case(folder, name, case, inputs, backend, **options)
 
 
@@ -226,16 +227,84 @@ def learning(case: Case) -> Case:
     return case._replace(text=case.text._replace(captures=captures))
 
 
-def check_gradient_of_a_number(folder: Path) -> None:
-    """Of one factor of all scores, an array of rank 0; `check_texts` has those of other ranks."""
-    inputs = make_inputs("torch", "bfloat16", batch=2, seqlen_q=90, seqlen_k=130, heads_q=2)
-    check_case(folder, "temperature", learning(temperature()), inputs, "sm90")
+def check_gradients(folder: Path, backend: str) -> None:
+    """Of an array of rank 0, and in exact sums: equal bits whatever the order of the blocks."""
+    dtype = "float32" if backend == "fp16x3" else "bfloat16"
+    inputs = make_inputs("torch", dtype, batch=2, seqlen_q=90, seqlen_k=130, heads_q=2)
+    check_case(folder, "temperature", learning(temperature()), inputs, backend)
+    for name in ("table", "gate"):
+        case = learning(cases(2, 90, 130)[name])
+        with emulator.hopper(folder) as launched, environment.override(backend=backend):
+            first, second = (run(case, inputs, deterministic="error") for _ in range(2))
+            of_floats = [run(case, inputs) for _ in range(2)]
+        assert launched.count("round_sums") == 2
+        print(f"{name}, deterministic: {', '.join(dict.fromkeys(launched))}")
+        expected(case, inputs).check(**first)
+        assert all(torch.equal(x, second[name]) for name, x in first.items())
+        of_capture = f"d{case.text.captures[0].name}"
+        assert not torch.equal(*(x[of_capture] for x in of_floats))  # so the orders did differ
+
+
+def check_gradients_beside_options(folder: Path, backend: str) -> None:
+    """A text that reads a bias gives it the gradient of the option, beside other options."""
+    dtypes = {"simt": ("float32", "bfloat16"), "fp16x3": ("float32",)}.get(backend, ("float16",))
+    shape = {"batch": 2, "seqlen_q": 70, "seqlen_k": 100, "heads_q": 2, "heads_kv": 1}
+    rng = torch.Generator().manual_seed(4)
+    table = torch.randn((2, 2, 70, 100), generator=rng)
+    mask = torch.rand((2, 100), generator=rng) < 0.7
+    captures = (Capture("table", "float32", 4, True),)
+    text = Text("score + table(batch, head, query, key)", "", captures)
+    for dtype in dtypes:
+        inputs = make_inputs("torch", dtype, head_dim=64, **shape)
+        if backend == "simt":
+            inputs = unaligned(inputs)
+        bias = torch.randn((2, 2, 70, 100), generator=rng).to(inputs.q)
+        beside = [{"key_mask": mask}, {"window": (60, 20), "dropout_p": 0.2}]
+        beside += [] if backend == "fp16x3" else [{"key_mask": mask, "bias": bias}]
+        for options in beside:
+            seeds = [{"dropout_seed": x} for x in (torch.tensor([5]), 5)]
+            given, right = (options | x if "dropout_p" in options else options for x in seeds)
+            with emulator.hopper(folder) as launched, environment.override(backend=backend):
+                results = run(Case(text, {"table": table}), inputs, **given)
+            print(f"gradient beside {[*given]}, {dtype}: {', '.join(launched)}")
+            of_tensors = "flash_bwd_captures_sm80" in launched
+            assert of_tensors != (backend in ("simt", "fp16x3"))
+            results["dbias"] = results.pop("dtable")
+            both = table + right.get("bias", torch.zeros(1)).float()
+            reference(inputs, **right | {"bias": both}).check(**results)
+
+
+def check_gradients_of_packed(folder: Path, backend: str) -> None:
+    """Of slopes that packed sequences share: the sum of the gradients of each."""
+    dtype = "float16" if backend in ("sm80", "sm90") else "float32"
+    case = learning(cases(2, 130, 130)["alibi"])
+    packed = make_varlen_inputs("torch", dtype, [130, 1, 70], heads_q=2, head_dim=64)
+    given = {x: getattr(packed, x) for x in ("cu_seqlens_q", "cu_seqlens_k")}
+    with emulator.hopper(folder) as launched, environment.override(backend=backend):
+        results = run(case, packed, layout="thd", max_seqlens=(130, 130), **given)
+    print(f"packed, {dtype}: {', '.join(launched)}")
+    total = None
+    for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist()):
+        rows = {x: getattr(packed, x)[None, start:end] for x in ("q", "k", "v", "dout")}
+        found = expected(case, dataclasses.replace(packed, **rows)).results["dslopes"]
+        total = found if total is None else total + found
+    Expected({"dslopes": total}).check(dslopes=results["dslopes"])
+
+
+def unaligned(inputs: Inputs) -> Inputs:
+    """The same with rows that no kernel can read 16 bytes at a time."""
+    names = ("q", "k", "v", "dout")
+    wide = {x: torch.nn.functional.pad(getattr(inputs, x), (1, 0)) for x in names}
+    return dataclasses.replace(inputs, **{name: x[..., 1:] for name, x in wide.items()})
 
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_texts(Path(sys.argv[1]), sys.argv[2])
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
+    check_gradients_beside_options(Path(sys.argv[1]), sys.argv[2])
+    check_gradients_of_packed(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[2] in ("sm90", "fp16x3"):  # which add to the gradients by other kernels
+        check_gradients(Path(sys.argv[1]), sys.argv[2])
     if sys.argv[2] == "sm90":
         check_tiles(Path(sys.argv[1]))
-        check_gradient_of_a_number(Path(sys.argv[1]))

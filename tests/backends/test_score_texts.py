@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from emulator import COMPILER
 from places import PYTHONPATH, SUPPORT
-from problems import problem_of, view
 from targets import compute_capability, has
 from tiny_kernel import needs_nvrtc
 
@@ -18,12 +17,11 @@ from cupyflash import environment, jit
 from cupyflash.jit import compiler
 from cupyflash.ops.attention.backends import BACKENDS, choose
 from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
-from cupyflash.ops.attention.kind import Access, Features, Kind
+from cupyflash.ops.attention.kind import KEY_MASKS, Access, Features, Kind
 from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
-from cupyflash.ops.attention.passes import Pass, Wanted
-from cupyflash.ops.attention.planning import refuse_lacking
 from cupyflash.ops.attention.score_text import Capture, Text
 from cupyflash.ops.attention.score_text.pieces import of_pieces
+from cupyflash.ops.attention.simt.kernels import captures_kernel
 from cupyflash.ops.attention.sm80 import capture_gradients
 from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
 
@@ -100,12 +98,15 @@ def test_registers_of_other_kernels(capability):
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
     dtype = "float16" if capability == (7, 5) else "bfloat16"
     configs = [MaskTilesKernel(128, 128, True, text=text_of("documents"))]
-    for name, head_dim in (("alibi", 192), ("table", 128), ("gate", 64)):
+    for name, head_dim, exact in (("alibi", 192, False), ("table", 128, True), ("gate", 64, False)):
         text = text_of(name)
         learning = tuple(x._replace(learns=True) for x in text.captures)
         features = Features(text=text._replace(captures=learning))
-        configs.append(capture_gradients.kernel(Kind(dtype, head_dim, features, capability)))
-    assert None not in configs
+        kind = Kind(dtype, head_dim, features, capability)
+        beside = features._replace(bias=KEY_MASKS[1], dropout=True)
+        slow = captures_kernel(kind._replace(dtype="float32", features=beside))
+        configs.append(dataclasses.replace(capture_gradients.kernel(kind), exact=exact))
+        configs.append(dataclasses.replace(slow, exact=not exact))
     found = [jit.build(x, jit.arch_of(capability)) for x in configs]
     assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
 
@@ -172,22 +173,3 @@ def test_options_that_a_score_replaces(option):
     kind = kind._replace(features=of_mask._replace(text=text_of("table")))
     with pytest.raises(NotImplementedError, match=f"write them into it, got {option}"):
         choose("attention", kind, Access.TENSOR_MAP, backward=False)
-
-
-@needs_torch
-@pytest.mark.parametrize(
-    "dtype, deterministic, got",
-    [("float32", "", "float32, head_dim 64"), ("float16", "error", "deterministic=True")],
-)
-def test_gradients_of_captures_that_are_not_built(dtype, deterministic, got):
-    text = text_of("alibi")
-    learning = text._replace(captures=(text.captures[0]._replace(learns=True),))
-    problem = problem_of(1, (2, 2), 64, 64, 64)
-    problem = dataclasses.replace(
-        problem, dtype=dtype, text=learning, captures=(view(2, dtype="float32"),)
-    )
-    wanted = Wanted({}, in_order=bool(deterministic))
-    # The configuration stands for its launch, which needs a GPU.
-    work = Pass((), capture_gradients=capture_gradients.kernel(problem.kind((9, 0))))
-    with pytest.raises(NotImplementedError, match=f"^attention_backward: .*, got {got}$"):
-        refuse_lacking("attention_backward", problem, wanted, work, deterministic)

@@ -56,7 +56,7 @@ def test_sanitizer(target, tool, record_property):
 @each(library="torch", device="cuda")
 @TOOLS
 def test_sanitizer_of_texts(target, tool, record_property):
-    given, kernels = (target.backend, target.dtypes[-1]), "regex=flash|mask|fp16x3"
+    given, kernels = (target.backend, target.dtypes[-1]), "regex=flash|mask|fp16x3|round_sums"
     name = f"texts {target.backend}"
     sanitize("sanitized_texts.py", given, tool, name, kernels, record_property)
 

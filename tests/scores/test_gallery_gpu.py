@@ -16,7 +16,6 @@ HEAD_DIMS = (64, 128, 32, 96, 256, 40)
 @pytest.mark.parametrize("name", GALLERY)
 @each(library="torch", device="cuda")
 def test_gallery(target, name):
-    """Arrays have gradients where the dtype has 16 bits, as float32 has none on a GPU."""
     case, number = GALLERY[name], list(GALLERY).index(name)
     for i, dtype in enumerate(target.dtypes):
         head_dim = HEAD_DIMS[(number + i) % len(HEAD_DIMS)]
@@ -26,11 +25,29 @@ def test_gallery(target, name):
         )  # fmt: skip
         arrays = case.arrays(torch.Generator().manual_seed(number))
         kind = {"mask" if case.is_mask else "score": case.make}
-        moved, learn = tuple(x.cuda() for x in arrays), dtype != "float32"
-        found = results(inputs, moved, learn=learn, **kind)
+        found = results(inputs, tuple(x.cuda() for x in arrays), **kind)
         of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout")}
         expected = expected_scores(dataclasses.replace(inputs, **of_host), **kind, arrays=arrays)
         expected.check(**found)
+
+
+@pytest.mark.parametrize("name", ["alibi", "distance table", "gate", "temperature", "swin"])
+@each(library="torch", device="cuda")
+def test_gradients_in_exact_sums(target, name):
+    """With deterministic=True equal calls give equal bits, of every gradient."""
+    case = GALLERY[name]
+    arrays = case.arrays(torch.Generator().manual_seed(0))
+    for dtype in target.dtypes:
+        inputs = target.inputs(
+            dtype, batch=3, seqlen_q=LENGTH, seqlen_k=LENGTH, heads_q=HEADS, heads_kv=2, head_dim=64
+        )
+        moved = tuple(x.cuda() for x in arrays)
+        calls = [results(inputs, moved, score=case.make, deterministic=True) for _ in range(5)]
+        of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout")}
+        host = dataclasses.replace(inputs, **of_host)
+        expected_scores(host, score=case.make, arrays=arrays).check(**calls[0])
+        for again in calls[1:]:
+            assert all(torch.equal(x, again[result]) for result, x in calls[0].items())
 
 
 @each(library="torch", device="cuda")

@@ -81,7 +81,9 @@ class Followed:
         library = _library(kernel.folder)
         block_m, block_n = tile_of(config)
 
-        def follow(params: int, grid: int, threads: int, shared_memory: int, seed: int) -> Any:
+        def follow(
+            params: int, grid: int, threads: int, shared_memory: int, seed: int, _: bool
+        ) -> Any:
             followed[name_of(config), block_m, block_n] += 1
             return library.follow(name_of(config).encode(), block_m, block_n, params, grid, seed)
 

@@ -23,7 +23,12 @@ struct ScoreFunction {
   // Params is FlashFwdParams or FlashBwdParams.
   template <class Params>
   __device__ ScoreFunction(const Params& params, const Sequence& sequence, int batch, int head)
-      : captures(params),
+      : ScoreFunction(params, params, sequence, batch, head) {}
+
+  template <class Params>
+  __device__ ScoreFunction(const Params& params, const Captures& captures, const Sequence& sequence,
+                           int batch, int head)
+      : captures(captures),
         batch(batch),
         head(head),
         last_query(sequence.seqlen_q - 1),

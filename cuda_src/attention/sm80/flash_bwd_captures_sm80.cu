@@ -2,16 +2,17 @@
 // cores. It computes dS once more, as flash_bwd_sm80 does, and adds
 //   dS * (derivative of the score by what was read)    to the gradient of each element that was
 //   read
-// in float32. A block owns BLOCK_N keys of one key head and walks over the tiles of BLOCK_M queries
-// that see them, of every query head of the group. Each thread keeps the sum of the element that it
-// has read last in registers, and adds it to memory when it reads another.
+// in float32, or in exact sums (text/learning.cuh). A block owns BLOCK_N keys of one key head and
+// walks over the tiles of BLOCK_M queries that see them, of every query head of the group. Each
+// thread keeps the sum of the element that it has read last in registers, and adds it to memory
+// when it reads another.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; ARCH is the compute capability (75 has no cp.async); BIAS (a BiasKind)
 // and DROPOUT are the options of the score beside the text; SMEM_BYTES is the dynamic shared memory
 // of the launch.
 #include "../score_gradient.cuh"
-#include "../text/learning.cuh"
+#include "../text/reads.cuh"
 #include "../warp_gemm.cuh"
 #include "bwd_tile.cuh"
 #include "bwd_warps.cuh"
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
 
   const int lane = threadIdx.x % 32;
   const Captures captures = params;  // with the state of an evaluation
-  GradientSum sums[text::NUM_READS];
+  ReadSums sums;
 
   // ---- over the query heads of the group and their query tiles ----
 #pragma unroll 1
@@ -116,18 +117,10 @@ __global__ void __launch_bounds__(NUM_WARPS * 32)
         });
         score.template for_each_place<true>(
             acc_dp[m], at, MASKED, [&](float& ds, int n, int i, int query, int key) {
-              if (ds == 0.f) return;
-              const text::Dual raw(score.inner * acc_s[m][n][i]);
-              text::for_each_read(captures, [&](int slot, const auto& capture, int read) {
-                text::start_reads(captures);
-                capture.start(read);
-                const text::Dual y = text::user_score(raw, block.batch, head, query, key, captures);
-                sums[slot].add(capture.read, ds * y.slope);
-              });
+              sums.add(ds, score.inner * acc_s[m][n][i], block.batch, head, query, key, captures);
             });
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < text::NUM_READS; ++i) sums[i].flush();
+  sums.flush();
 }

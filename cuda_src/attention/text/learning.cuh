@@ -4,6 +4,15 @@
 #include "../../ptx/atomics.cuh"
 #include "captures.cuh"
 #include "dual.cuh"
+#include "exact_sum.cuh"
+
+// What the gradient of an element is summed in: a float32, in the order in which threads come, or
+// an exact sum, where every order gives the same bits.
+#ifdef EXACT_GRADIENTS
+using GradientElement = ExactSum;
+#else
+using GradientElement = float;
+#endif
 
 // Takes the place of Capture in a text. The read number `seed` of this capture gets the derivative
 // 1, and leaves the address of its gradient; all others have the derivative 0.
@@ -12,12 +21,12 @@ struct LearningCapture {
   static constexpr int AXES = RANK > 0 ? RANK : 1;
   const T* data;
   int64_t strides[AXES];  // in bytes
-  float* gradient;
+  GradientElement* gradient;
   int gradient_strides[2 * AXES];
   // Of one evaluation, in a copy.
   mutable int seed;
   mutable int reads;
-  mutable float* read;
+  mutable GradientElement* read;
 
   __device__ __forceinline__ void start(int seeded) const {
     seed = seeded;
@@ -49,10 +58,10 @@ struct LearningCapture {
 // The sum of a thread for the element that it has read last. A slope of a head, or a table at its
 // ends, is read many times in a row.
 struct GradientSum {
-  float* to = nullptr;
+  GradientElement* to = nullptr;
   float sum = 0.f;
 
-  __device__ __forceinline__ void add(float* address, float x) {
+  __device__ __forceinline__ void add(GradientElement* address, float x) {
     if (address != to) {
       flush();
       to = address;

@@ -93,7 +93,8 @@ def attention(
             softcap, slopes, dropout and seqused, and on tensor cores, which do not take unaligned
             arrays; the backward raises otherwise. Without this option that gradient is summed in
             this order too, but for sequences of at most 64 queries and keys with a head_dim up to
-            32.
+            32. The gradients of the arrays that a score reads are sums without rounding, which take
+            48 bytes of GPU memory for each element of these arrays.
             torch's switch ``torch.use_deterministic_algorithms`` asks for it too.
         precision: of the products of float32 arrays: "ieee", as accurate as float32 arithmetic (on
             tensor cores the factors have 22 bits, which shows where few terms are added), or

@@ -110,3 +110,8 @@ class Kind(NamedTuple):
     head_dim: int
     features: Features
     capability: Capability
+
+    @property
+    def with_bool_mask(self) -> "Kind":
+        """The same with `Features.with_bool_mask`."""
+        return self._replace(features=self.features.with_bool_mask)

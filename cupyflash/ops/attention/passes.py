@@ -86,8 +86,7 @@ class Pass:
             alone what belongs to no visible score; else it adds to one in float32.
         captures: packs the captures of a call, for a text that has any.
         mask_tiles: the launch before all others where the main kernel skips tiles of the mask.
-        capture_gradients: the launch behind all others where captures learn. A backend that has no
-            kernel for it leaves it out, and the call is refused.
+        capture_gradients: the `CaptureGradients` behind all others where captures learn.
     """
 
     launches: tuple[AttentionLaunch, ...]

@@ -74,25 +74,18 @@ def backward_plan(
     if not (without_keys or 0 in (shape.batch, shape.heads_q, shape.seqlen_q)):
         backend, kind, card, tile = _serving(function, problem, tile, backward=True)
         work = backend.backward(problem, kind, card, wanted, tile)
-        refuse_lacking(function, problem, wanted, work, deterministic)
+        refuse_unordered(function, problem, wanted, work, deterministic)
     return BackwardPlan(problem, library, gradients, wanted, work)
 
 
-def refuse_lacking(
+def refuse_unordered(
     function: str, problem: Problem, wanted: Wanted, work: Pass, deterministic: str
 ) -> None:
-    """Raise NotImplementedError if a backward pass lacks a result, or a sum that has an order."""
-    got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
-    if problem.learned and work.capture_gradients is None:
-        fact = "the gradient of what a score reads is built for float16 and bfloat16 on tensor "
-        fact += "cores, with rows of whole 16 bytes, without a key mask"
-        raise NotImplementedError(f"{function}: {fact}, got {got}")
-    if problem.learned and deterministic == "error":
-        fact = "the gradient of what a score reads has no deterministic order"
-        raise NotImplementedError(f"{function}: {fact}, got deterministic=True")
+    """Raise NotImplementedError if a backward pass lacks a sum that has an order."""
     if deterministic == "error" and has_no_order(problem, wanted, work):
         fact = f"the gradient of a {caller_name(function, 'bias')} that is broadcast has a "
         fact += "deterministic sum only where tensor cores compute the backward pass"
+        got = f"{problem.dtype}, head_dim {problem.head_dims[0]}"
         raise NotImplementedError(f"{function}: {fact}, got {got}")
 
 

@@ -67,9 +67,11 @@ def with_seed(
 ) -> tuple[Array | None, ...]:
     """The arrays of a call, with one for the seed if there is dropout, without seed otherwise."""
     num, dropout_p = len(names), options[DROPOUT_P]
-    if not dropout_p and (len(arrays) == num or arrays[num + DROPOUT_SEED] is None):
-        plain = text_of(options) is None and all(x is None for x in arrays[num:])
-        return arrays[:num] if plain else arrays
+    if not dropout_p:
+        if len(arrays) == num:
+            return arrays
+        if text_of(options) is not None and arrays[num + DROPOUT_SEED] is None:
+            return arrays  # `with_text` has filled them up
     extras, captures = Extras(*arrays[num:][:NUM_EXTRAS]), arrays[num + NUM_EXTRAS :]
     seed = extras.dropout_seed
     if seed is not None or dropout_p:

@@ -34,6 +34,8 @@ FLAGS = [
     "-fno-gnu-unique",  # each kernel has memory of its own
     "-U_FORTIFY_SOURCE",  # whose longjmp, on by default in some systems, refuses other stacks
 ]
+# Kernels whose blocks wait for no other: they run in a random order, another one at each launch.
+ANY_ORDER = ("flash_bwd_captures_sm80", "flash_bwd_captures_simt")
 MULTIPROCESSORS = 3  # so few that blocks take several tiles
 # EmulatedMap of ptx.h: the address, dims, strides in bytes, the size of a tile, its swizzle.
 pack_map = struct.Struct("Q4Q4Q2i").pack
@@ -76,8 +78,8 @@ class Emulated:
         address = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
         ctypes.memmove(address, params, len(params))
         self.launched.append(self.config.name)
-        seed = len(self.launched)
-        failure = self.launch(address, grid[0], block[0], shared_memory, seed)
+        seed, shuffled = len(self.launched), self.config.name in ANY_ORDER
+        failure = self.launch(address, grid[0], block[0], shared_memory, seed, shuffled)
         if failure:
             raise RuntimeError(f"{self.config.expression}: {failure.decode()}")
 
@@ -87,7 +89,8 @@ class Emulated:
         text, source = _text(self.config), self.config.source
         launch = load(self.folder, text, source, without=self.without).launch
         launch.restype = ctypes.c_char_p
-        launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_uint)
+        sizes = (*[ctypes.c_uint] * 2, ctypes.c_size_t)
+        launch.argtypes = (ctypes.c_void_p, *sizes, ctypes.c_uint, ctypes.c_bool)
         return launch
 
 
@@ -138,8 +141,8 @@ def _text(config: Any) -> str:
         '#include "cuda.h"\n'
         f"{compiler.stub(config)}"
         'extern "C" const char* launch(const void* params, unsigned grid, unsigned threads,\n'
-        "                              size_t shared_memory, unsigned seed) {\n"
-        f"  return emulator::launch(grid, threads, shared_memory, seed, [&] {{\n"
+        "                              size_t shared_memory, unsigned seed, bool shuffled) {\n"
+        f"  return emulator::launch(grid, threads, shared_memory, seed, shuffled, [&] {{\n"
         f"    {config.expression}(*static_cast<const {config.params.__name__}*>(params));\n"
         "  });\n"
         "}\n"

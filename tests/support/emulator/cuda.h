@@ -80,6 +80,7 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
 
 // Byte number i of the result is that of (b, a) which the hexadecimal digit i of s names.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -182,7 +183,7 @@ void run_block(unsigned threads, char* stacks) {
   }
   const unsigned delay = 1 << chance() % 8;  // of copies, on average
   std::vector<unsigned> order(block.warps.size());
-  for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+  std::iota(order.begin(), order.end(), 0u);
   for (bool live = true, moved = true; live; moved = false) {
     live = false;
     std::shuffle(order.begin(), order.end(), chance);
@@ -226,7 +227,7 @@ void fail(const char* message) {
 }
 
 const char* launch(unsigned grid, unsigned threads, size_t shared_memory, unsigned seed,
-                   void (*run)(const void*), const void* of) {
+                   bool shuffled, void (*run)(const void*), const void* of) {
   static std::string message;
   const std::unique_ptr<char[]> stacks(new char[threads * STACK_BYTES]);
   chance.seed(seed);
@@ -234,7 +235,10 @@ const char* launch(unsigned grid, unsigned threads, size_t shared_memory, unsign
   block_size = {threads, 1, 1};
   dynamic_bytes = shared_memory;
   try {
-    for (unsigned i = 0; i < grid; ++i) {
+    std::vector<unsigned> order(grid);
+    std::iota(order.begin(), order.end(), 0u);
+    if (shuffled) std::shuffle(order.begin(), order.end(), chance);
+    for (const unsigned i : order) {
       block_index = {i, 0, 0};
       block = Block();
       block.kernel = run;

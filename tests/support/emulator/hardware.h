@@ -24,15 +24,16 @@ extern unsigned char dynamic_memory[SHARED_BYTES];
 
 inline int lane() { return thread_index.x % WARP; }
 
-// Calls run(of) for the threads of all blocks. Returns the message of a failure, or null.
+// Calls run(of) for the threads of all blocks, in the order of the blocks or in a random one.
+// Returns the message of a failure, or null.
 const char* launch(unsigned grid, unsigned threads, size_t shared_memory, unsigned seed,
-                   void (*run)(const void*), const void* of);
+                   bool shuffled, void (*run)(const void*), const void* of);
 
 template <class Run>
 const char* launch(unsigned grid, unsigned threads, size_t shared_memory, unsigned seed,
-                   const Run& run) {
+                   bool shuffled, const Run& run) {
   const auto call = [](const void* of) { (*static_cast<const Run*>(of))(); };
-  return launch(grid, threads, shared_memory, seed, call, &run);
+  return launch(grid, threads, shared_memory, seed, shuffled, call, &run);
 }
 
 [[noreturn]] void fail(const char* message);  // in a thread of a block

@@ -39,6 +39,7 @@ inline void red_add(float* address, float value) { *address += value; }
 inline void red_add(float* address, const float (&v)[4]) {
   for (int i = 0; i < 4; ++i) address[i] += v[i];
 }
+inline uint64_t atom_add(uint64_t* address, uint64_t value) { return atomicAdd(address, value); }
 inline int load_acquire(const int* address) {
   emulator::wait_until("a flag", [] { return true; });
   return *address;

@@ -204,7 +204,7 @@ extern "C" const char* follow(const char* kernel, int block_m, int block_n, cons
     if (name == "flash_bwd_simt") return turns::follow_simt(of_others, visits);
     turns::follow_sm80(of_others, visits);
   };
-  if (const char* failure = emulator::launch(grid, is_sm90 ? 2 : 1, 0, seed, run)) return failure;
+  if (const char* failure = emulator::launch(grid, is_sm90 ? 2 : 1, 0, seed, false, run)) return failure;
   try {
     visits.check(name == "flash_bwd_sm90 heads");
     if (is_sm90 && of_sm90.tile_counter && *of_sm90.tile_counter)

@@ -9,6 +9,7 @@ from ..kernels import Tile, each_once
 from ..kind import KEY_MASK, Access, Features, Kind
 from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
 from ..problem import Problem
+from ..sm80 import capture_gradients
 from .kernels import (
     HEAD_DIMS,
     SplitKernel,
@@ -61,7 +62,10 @@ def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
     configs = backward_kernels(kind, tile)
-    return unshared_backward_pass(problem, card, wanted, configs, SplitInputsLaunch)
+    of_captures = capture_gradients.plan(problem, kind.with_bool_mask, wanted)
+    return unshared_backward_pass(
+        problem, card, wanted, configs, SplitInputsLaunch, capture_gradients=of_captures
+    )
 
 
 def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Capability, Card
+from ..capture_gradients import RoundSums
 from ..kernels import FlashBwdSinks, Tile, each_once
 from ..kind import KEY_MASK, Access, Features, Kind
 from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
@@ -38,7 +39,7 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
-    of_captures = capture_gradients.plan(problem, kind, wanted)
+    of_captures = capture_gradients.plan(problem, kind.with_bool_mask, wanted)
     return unshared_backward_pass(
         problem, card, wanted, backward_kernels(kind), capture_gradients=of_captures
     )
@@ -71,5 +72,5 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         ):
             features = Features(softcap, alibi, bias=bias, dropout=dropout)
             kinds.append(Kind(dtype, head_dim, features, capability))
-    yield FlashBwdSinks()
+    yield from (FlashBwdSinks(), RoundSums())
     yield from each_once(kernels(x, backward=y) for x, y in itertools.product(kinds, both))

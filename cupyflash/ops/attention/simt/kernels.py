@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from ....runtime.structs import header
+from ..capture_gradients import CapturesKernel
 from ..kernels import AttentionKernel, FlashBwdPreprocess
 from ..kind import Features, Kind
 
@@ -59,6 +60,20 @@ class FlashBwdPostprocessSimt(AttentionKernel):
     head_dim: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FlashBwdCapturesSimt(CapturesKernel):
+    """Backward: the gradients of captures; a block owns ``block_n`` keys of a key head."""
+
+    source: ClassVar[str] = "attention/simt/flash_bwd_captures_simt.cu"
+    threads: ClassVar[int] = THREADS
+
+    dtype: str
+    block_m: int
+    block_n: int
+    bias: int
+    dropout: bool
+
+
 def forward_kernel(kind: Kind) -> FlashFwdSimt:
     """The forward kernel; the same for every GPU."""
     features, padded = kind.features, padded_head_dim(kind.head_dim)
@@ -85,6 +100,17 @@ def backward_kernels(
         FlashBwdPreprocess(dtype, accum_dim=padded),
         FlashBwdSimt(dtype, padded, block_n, *switches, text=features.text),
         FlashBwdPostprocessSimt(dtype, padded),
+    )
+
+
+def captures_kernel(kind: Kind) -> FlashBwdCapturesSimt:
+    """The kernel for a problem whose captures learn; the same for every GPU and head dim.
+
+    A key mask alone is what the other kernels of the pass take it for: `Features.bias` says so.
+    """
+    features = kind.features
+    return FlashBwdCapturesSimt(
+        kind.dtype, 64, 64, features.bias, features.dropout, text=features.text
     )
 
 

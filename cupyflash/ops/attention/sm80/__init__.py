@@ -8,5 +8,6 @@ forward.py   ``flash_fwd_sm80``: read this first, beside its kernel in cuda_src/
 backward.py  ``flash_bwd_sm80`` and, for narrow heads, ``flash_bwd_keys_sm80``
 short.py     ``flash_bwd_short_sm80``, the whole backward of sequences of one tile
 dbias.py     ``flash_bwd_dbias_sm80``, the gradient of a bias that sequences share
+capture_gradients.py   ``flash_bwd_captures_sm80``, the gradients of what a score reads
 backend.py   what the rest of the package asks this backend for
 """

@@ -1,21 +1,14 @@
-"""The gradients of the captures of a text, by a kernel behind the others of a backward pass."""
+"""The gradients of the captures of a text on tensor cores."""
 
 import dataclasses
-import re
-import struct
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ....runtime.array import Array, dense_strides
 from ....runtime.gpu import HALF, architecture
-from ....runtime.launch import call_fields
-from ..captures import NUMBERS, byte_strides
-from ..kernels import AttentionKernel
-from ..kind import KEY_MASK, Access, Kind
-from ..launching import AttentionLaunch
-from ..options import NO_EXTRAS
-from ..passes import Sharing, Wanted, backward_params, zeros_for
+from ..capture_gradients import CaptureGradients, CapturesKernel
+from ..kind import Access, Kind
+from ..passes import Wanted
 from ..problem import Problem
+from ..simt import kernels as simt
 from .forward import padded_head_dim
 
 # block_m, block_n, num_warps: the first one whose operands fit the shared memory.
@@ -24,11 +17,10 @@ CONSTANTS = 3 * 1024  # bytes of shared memory
 
 
 @dataclasses.dataclass(frozen=True)
-class FlashBwdCapturesSm80(AttentionKernel):
+class FlashBwdCapturesSm80(CapturesKernel):
     """Backward: the gradients of captures; a block owns ``block_n`` keys of a key head."""
 
     source: ClassVar[str] = "attention/sm80/flash_bwd_captures_sm80.cu"
-    tiles_of: ClassVar[str] = "k"
 
     dtype: str
     head_dim: int
@@ -39,41 +31,6 @@ class FlashBwdCapturesSm80(AttentionKernel):
     bias: int
     dropout: bool
     smem_bytes: int
-
-    @property
-    def header(self) -> str:
-        """The header of the text, in which captures that learn are read with a derivative."""
-        text = super().header
-        reads, starts = [], []
-        for capture in self.text.captures:
-            if not capture.learns:
-                continue
-            name = capture.name
-            text = re.sub(rf"Capture<(\w+, \d+)> {name};", rf"LearningCapture<\1> {name};", text)
-            starts.append(f"captures.{name}.start(-1);")
-            for read in range(len(re.findall(rf"\b{name}\b", self.text.score))):
-                reads.append(f"function({len(reads)}, captures.{name}, {read});")
-        text = re.sub(r" *uint8_t padding\[\d+\];\n?", "", text)
-        return (
-            '#include "attention/text/learning.cuh"\n'
-            f"{text}namespace text {{\nconstexpr int NUM_READS = {len(reads)};\n"
-            "__device__ __forceinline__ void start_reads(const Captures& captures) "
-            f"{{ {' '.join(starts)} }}\n"
-            "template <class Function> __device__ __forceinline__ void for_each_read(\n"
-            f"    const Captures& captures, Function function) {{ {' '.join(reads)} }}\n}}\n"
-        )
-
-    @property
-    def captures_size(self) -> int:
-        return struct.calcsize(_format(self.text))
-
-
-def _format(text: Any) -> str:
-    parts = []
-    for x in text.captures:
-        learning = f"Q{max(1, x.rank)}q" * 2 + "16x"
-        parts.append(NUMBERS.get(x.dtype) or (learning if x.learns else f"Q{x.rank}q"))
-    return "=" + "".join(parts)
 
 
 def kernel(kind: Kind) -> FlashBwdCapturesSm80 | None:
@@ -93,43 +50,12 @@ def kernel(kind: Kind) -> FlashBwdCapturesSm80 | None:
     return None
 
 
-def plan(problem: Problem, kind: Kind, wanted: Wanted) -> "CaptureGradients | None":
-    """The gradients of the captures of a problem; None if none learns, or there is no kernel."""
-    if not problem.learned or kind.features.bias >= KEY_MASK or problem.access < Access.VECTOR:
+def plan(problem: Problem, kind: Kind, wanted: Wanted) -> CaptureGradients | None:
+    """The gradients of the captures of a problem; None if none learns.
+
+    The kernel for CUDA cores takes what this one does not.
+    """
+    if not problem.learned:
         return None
-    config = kernel(kind)
-    return None if config is None else CaptureGradients(config, problem, wanted)
-
-
-class CaptureGradients:
-    """The launch for one problem."""
-
-    def __init__(self, config: FlashBwdCapturesSm80, problem: Problem, wanted: Wanted) -> None:
-        params = backward_params(problem, wanted, Sharing())
-        self.launch = AttentionLaunch(config, problem, params)
-        self.semaphore = call_fields(params).index("dq_semaphore")
-        self.text, self.views, self.learned = problem.text, problem.captures, problem.learned
-        self.pack = struct.Struct(_format(problem.text)).pack
-
-    def __call__(
-        self, library: Any, stream: Any, like: Array, arguments: tuple, extras: Sequence
-    ) -> tuple[Array | None, ...]:
-        """Starts it; returns a float32 array for each capture that learns, None for the others.
-
-        Args:
-            extras: the addresses of `Extras`, and those of the captures behind them.
-        """
-        values = extras[len(NO_EXTRAS) :]
-        packed, gradients = [], zeros_for(library, self.learned, like)
-        for capture, view, value, gradient in zip(
-            self.text.captures, self.views, values, gradients
-        ):
-            packed += [value, *(byte_strides(capture, view) or (0,) * capture.learns)]
-            if gradient is not None:
-                dense = dense_strides(view.shape, range(len(view.shape)))
-                packed += [library.pointer(gradient), *(dense or (0,))]
-        arguments = list(arguments)
-        arguments[self.semaphore] = 0  # its blocks take no turns
-        argument = self.launch.argument(*arguments)
-        self.launch.start(stream, self.launch.with_captures(argument, self.pack(*packed)))
-        return gradients
+    config = kernel(kind) if problem.access >= Access.VECTOR else None
+    return CaptureGradients(config or simt.captures_kernel(kind), problem, wanted)
