@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2)
         ds[e][j] = seen ? exp2_approx(s - lse_log2[e]) : 0.0f;
       }
     }
-    if constexpr (DROPOUT)
-      SimtDropout(params.dropout_seed, shape, block.batch, head).mark(ds, row, col);
+    if constexpr (DROPOUT) SimtDropout(params, block.batch, head).mark(ds, row, col);
 
     // ---- dS, and what each score has read ----
     float delta[ROWS];
