@@ -87,6 +87,17 @@ def bias_gradient(shape: Problem) -> Case:
     return backward(shape, True, bias=random(1, shape.heads, shape.seqlen, shape.keys))
 
 
+def trained_table(shape: Problem) -> Case:
+    """The backward pass with the gradient of a table by distance, in exact sums."""
+    table = random(shape.heads, 255, dtype="float32")
+    score = cupyflash.Score("score + table(head, clamp(key - query, -127, 127) + 127)", table=table)
+    q, k, v, dout = tensors(shape)
+    out, lse = cupyflash.attention(q, k, v, score=score, return_lse=True)
+    arrays, options = (dout, q, k, v, out, lse), {"score": score, "score_grad": True}
+    call = functools.partial(cupyflash.attention_backward, *arrays, deterministic=True, **options)
+    return Case(call, (*arrays, table), shape.flops("bwd"))
+
+
 def with_sinks(shape: Problem) -> Case:
     return backward(shape, sinks=random(shape.heads, dtype="float32"))
 
@@ -142,6 +153,7 @@ def others() -> Iterator[tuple[str, Maker]]:
     yield "attention fwd key mask", part(with_key_mask, attention(512, 64, False))
     yield "attention bwd sinks", part(with_sinks, attention(4096, 128))
     yield "attention bwd bias gradient", part(bias_gradient, biased)
+    yield "attention bwd trained table", part(trained_table, attention(4096, 128, False))
     yield "attention bwd length 64", part(backward, short)
     yield "attention fwd 128 causal 4096, backend sm80", part(forward, attention(4096, 128))
     yield "attention bwd 128 causal 4096, backend sm80", part(backward, attention(4096, 128))
