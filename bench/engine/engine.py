@@ -49,7 +49,14 @@ class Cell(NamedTuple):
     tokens: int
 
     def __str__(self) -> str:
-        return f"{self.model} {self.kind} {self.batch} x {self.tokens}"
+        return f"{self.model} {self.work}"
+
+    @property
+    def work(self) -> str:
+        """The work that is timed, as tables and pictures name it."""
+        if self.kind == "serve":
+            return f"{self.batch} requests"
+        return f"{self.kind} {self.batch} x {self.tokens}"
 
     @property
     def new(self) -> int:
@@ -68,6 +75,12 @@ def load(cell: Cell) -> list[tuple[list[int], int]]:
     counts = rng.integers(ANSWERS[0], ANSWERS[1] + 1, cell.batch)
     prompts = [rng.integers(0, config.vocab_size, n).tolist() for n in lengths]
     return list(zip(prompts, map(int, counts)))
+
+
+def cell_of(row: Row) -> Cell:
+    """The cell that a row of the results was measured for."""
+    kind = row["op"].removeprefix("engine_")
+    return Cell(row["model"], kind, row["batch"], row["tokens"])
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
@@ -157,13 +170,13 @@ def table(rows: list[Row]) -> Table:
     """All rows, and how many times as fast cupyflash is as each peer."""
     figures = ("ms", "tokens/s", "% of memory", "cupyflash is x as fast")
     found = new_table("model", "cell", "impl", right=figures)
-    place = lambda row: (row["model"], row["op"], row["batch"], row["tokens"])  # noqa: E731
-    best = {place(row): row["ms"] for row in rows if row["impl"] == "cupyflash"}
-    for row in sorted(rows, key=lambda row: (*map(str, place(row)), row["impl"])):
-        mine, share = best.get(place(row)), row.get("share")
+    best = {cell_of(row): row["ms"] for row in rows if row["impl"] == "cupyflash"}
+    for row in sorted(rows, key=lambda row: (*map(str, cell_of(row)), row["impl"])):
+        cell, share = cell_of(row), row.get("share")
+        mine = best.get(cell)
         found.add_row(
-            row["model"],
-            _title(row["op"], row["batch"], row["tokens"]),
+            cell.model,
+            cell.work,
             row["impl"],
             f"{row['ms']:.3f}",
             f"{row['tokens_per_s']:,.0f}",
@@ -176,7 +189,6 @@ def table(rows: list[Row]) -> Table:
 def draw(results: dict[str, Any], path: Path) -> None:
     """Write the picture of a results file: tokens a second, relative to the best of a cell."""
     rows = results["rows"]
-    cell_of = lambda row: Cell(row["model"], row["op"], row["batch"], row["tokens"])  # noqa: E731
     cells, best = list(dict.fromkeys(map(cell_of, rows))), {}
     for row in rows:
         best[cell_of(row)] = max(best.get(cell_of(row), 0), row["tokens_per_s"])
@@ -187,21 +199,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
             share = row["tokens_per_s"] / best[cell_of(row)]
             axes.barh(place, share, 0.25, color=colours[row["impl"]])
             axes.text(share, place, f" {row['tokens_per_s']:,.0f}", va="center", fontsize=9)
-        names = [f"{x.model}, {_title(x.kind, x.batch, x.tokens)}" for x in cells]
-        axes.set_yticks(range(len(cells)), names)
+        axes.set_yticks(range(len(cells)), [f"{cell.model}, {cell.work}" for cell in cells])
         axes.set_ylim(len(cells) - 0.5, -0.5)
         axes.set_xlim(0, 1.15)
         axes.set_xticks([])
         axes.set_title("tokens a second")
-        for impl, colour in colours.items():
-            axes.barh(0, 0, color=colour, label=impl)
-        figure.legend(loc="outside lower center", ncols=len(colours))
-
-
-def _title(op: str, batch: int, tokens: int) -> str:
-    """What a cell is, in the words of a table."""
-    kind = op.removeprefix("engine_")
-    return f"{batch} requests" if kind == "serve" else f"{kind} {batch} x {tokens}"
+        handles = plots.patches(colours)
+        figure.legend(handles=handles, ncols=len(handles), loc="outside lower center")
 
 
 def make_parser() -> argparse.ArgumentParser:
