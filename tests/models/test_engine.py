@@ -6,6 +6,7 @@ import types
 import numpy
 import pytest
 from arrays import integers, normal, stored
+from devices import delay
 from gpt2_models import each_device, prompts, tiny
 from matrix import each_library
 from targets import TARGETS
@@ -308,6 +309,20 @@ def test_steps_do_not_wait(target):
         assert served(engine, wanted) == before
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@each_library(device="cuda")
+def test_copies_whose_engine_is_gone(target):
+    """The memory of a copy that has not run yet is nobody else's."""
+    first, second = (devices.device_of(target.array(numpy.zeros(1))) for _ in range(2))
+    x, y, z = (device.integers(64) for device in (first, second, second))
+    delay(target)
+    first.read(x)
+    first.write(x, numpy.ones(64, "int32"))
+    del first
+    second.write(y, numpy.full(64, 2, "int32"))
+    second.write(z, numpy.full(64, 3, "int32"))
+    assert [set(array.tolist()) for array in (x, y, z)] == [{1}, {2}, {3}]
 
 
 def test_wrong_calls():

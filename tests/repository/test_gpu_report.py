@@ -127,6 +127,18 @@ def test_a_backend_is_missing(project, capsys):
     assert capsys.readouterr().out.splitlines()[1:] == ["3 files in the run sm80"]
 
 
+def test_a_forced_backend_leaves_out_what_it_does_not_change(project):
+    assert project.NO_BACKEND == conftest.NO_BACKEND
+    write(project)
+    for folder in ("norm", "attention"):
+        (project.ROOT / "tests" / folder).mkdir()
+        (project.ROOT / "tests" / folder / f"test_of_{folder}.py").write_text("")
+    report = project.load(project.REPORT)
+    found = {run: project.missing(report, run) for run in ("default", "sm80")}
+    attention, norm = (f"tests/{x}/test_of_{x}.py" for x in ("attention", "norm"))
+    assert found == {"default": [attention, norm], "sm80": [attention]}
+
+
 @pytest.mark.parametrize("what", ["sources", "machine"])
 def test_results_of_other_sources_are_dropped(project, what):
     write(project, sanitizer="3 errors")

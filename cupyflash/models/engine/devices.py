@@ -5,7 +5,9 @@ from memory of its own, so that the caller may change them at once, and `Device.
 the numbers have come.
 """
 
+import collections
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +18,6 @@ from ...runtime.launch import dependent_launches
 from ...runtime.lookup import library_of
 from ...runtime.scratch import no_garbage_collected
 from ..place import Place
-
-STAGES = 8  # pinned buffers of copies to the device; a copy waits for the eighth before it
 
 
 class Device:
@@ -81,6 +81,28 @@ class Device:
         raise NotImplementedError("engine: a CUDA graph needs a GPU, got arrays on the CPU")
 
 
+class _Copies:
+    """The pinned memory of copies that CuPy has enqueued, kept until they have ended.
+
+    CuPy gives pinned memory away as soon as nobody refers to it. An engine may be dropped before
+    its last copies have run, so this is not a part of it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: collections.deque[tuple[Any, numpy.ndarray]] = collections.deque()
+
+    def keep(self, memory: numpy.ndarray, event: Any) -> None:
+        """Keep memory until ``event``, which is recorded behind its copy."""
+        with self.lock:
+            while self.waiting and self.waiting[0][0].done:
+                self.waiting.popleft()
+            self.waiting.append((event, memory))
+
+
+_copies = _Copies()
+
+
 class CupyDevice(Device):
     """A GPU, with CuPy."""
 
@@ -93,7 +115,6 @@ class CupyDevice(Device):
 
         self.cupy, self.empty_pinned = cupy, cupyx.empty_pinned
         self.graph_pool = cupy.cuda.MemoryPool()
-        self.stages: list[tuple[numpy.ndarray, Any]] = []  # used in turn, the next one first
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -103,29 +124,17 @@ class CupyDevice(Device):
     def write(self, target: Array, values: numpy.ndarray) -> None:
         if not values.size:
             return
-        buffer, event = self._stage(values.size)
-        staged = buffer[: values.size].reshape(values.shape)
-        staged[...] = values
         stream = self.cupy.cuda.get_current_stream()
+        staged = self.empty_pinned(values.shape, "int32")
+        staged[...] = values
         target.set(staged, stream=stream)
-        event.record(stream)
-
-    def _stage(self, size: int) -> tuple[numpy.ndarray, Any]:
-        """A pinned buffer that no copy reads any more, and the event to record behind the next."""
-        if len(self.stages) < STAGES:
-            buffer, event = self.empty_pinned(size, "int32"), self.cupy.cuda.Event()
-        else:
-            buffer, event = self.stages.pop(0)
-            event.synchronize()
-            if buffer.size < size:
-                buffer = self.empty_pinned(size, "int32")
-        self.stages.append((buffer, event))
-        return buffer, event
+        _copies.keep(staged, stream.record())
 
     def read(self, x: Array) -> Callable[[], list[int]]:
         stream, host = self.cupy.cuda.get_current_stream(), self.empty_pinned(x.shape, "int32")
         x.get(stream=stream, out=host, blocking=False)
         event = stream.record()
+        _copies.keep(host, event)
 
         def wait() -> list[int]:
             event.synchronize()
