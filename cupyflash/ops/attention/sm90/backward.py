@@ -52,7 +52,7 @@ WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
 # (head dim, head dim of v and out): block_m, block_n, groups
 NARROW_V_TILES = {(192, 128): (64, 96, 2)}
 # The others that `python -m cupyflash tune` tries.
-CANDIDATES = {128: ((64, 64, 2),), 256: ((64, 64, 2),)}
+BACKWARD_CANDIDATES = {128: ((64, 64, 2),), 256: ((64, 64, 2),)}
 # Taking whole heads saves each query the time of SAVED_KEYS keys. It costs the part of the launch
 # in which multiprocessors wait for the last heads, and a part LONELY of all keys, because no other
 # block reads the same q and dout at the same time. Blocks take heads if the cost is less.
@@ -108,7 +108,7 @@ def can_take_heads(main: MainKernel) -> bool:
 def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
     """The main kernel by the tiles that `tune` may choose from, the built-in one first."""
     padded, built_in = _built_in(kind.head_dim, kind.features)
-    others = () if kind.features.head_dim_v else CANDIDATES.get(padded, ())
+    others = () if kind.features.head_dim_v else BACKWARD_CANDIDATES.get(padded, ())
     return {tile: backward_kernels(kind, tile)[1] for tile in (built_in, *others)}
 
 
