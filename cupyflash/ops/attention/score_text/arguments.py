@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ....runtime.array import Array, compiling
+from ..options import NUM_EXTRAS, Options
 from .block_mask import is_block_mask, mask_of
 from .encode import SEPARATOR
 from .scores import Mask, Score, written
@@ -11,9 +12,8 @@ from .text import Text
 from .tree import Kind
 from .write import nodes
 
-NUM_EXTRAS = 9  # fields of `Extras`, which stand before the captures
+LAYOUT = Options._fields.index("layout")
 NAMES = {"flex_attention": ("score_mod", "block_mask")}  # of the arguments
-LAYOUT = 4  # its place in `Options`
 AXES = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2)}  # of batch, heads and seqlen
 BACKWARD = 7  # arrays before the optional ones, of which dout is the first
 
