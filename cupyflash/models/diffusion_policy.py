@@ -19,12 +19,15 @@ with importing(__name__, "torch>=2.7"):
 
 
 class GroupNormMish(nn.GroupNorm):
-    """GroupNorm and Mish as one kernel, or with ``fused = False`` as two operations of torch."""
+    """GroupNorm and Mish as one kernel, or with ``fused = False`` as two operations of torch.
+
+    The arguments are those of `torch.nn.GroupNorm`.
+    """
 
     fused = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (batch, channels, length)."""
+        """mish(group_norm(x)), like x (batch, channels, length)."""
         if not self.fused:
             return functional.mish(super().forward(x))
         return cupyflash.group_norm(
@@ -33,7 +36,13 @@ class GroupNormMish(nn.GroupNorm):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, scale and shift by the condition between them."""
+    """Two convolutions, scale and shift by the condition between them.
+
+    Args:
+        channels_in, channels: of what comes in and what goes out.
+        condition: the number of features by which scale and shift are computed.
+        groups: of the norms, a divisor of channels.
+    """
 
     def __init__(self, channels_in: int, channels: int, condition: int, groups: int) -> None:
         super().__init__()
@@ -47,13 +56,25 @@ class ResidualBlock(nn.Module):
         self.skip = nn.Conv1d(channels_in, channels, 1)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """x (batch, channels_in, length), condition (batch, condition)."""
+        """(batch, channels, length), of x (batch, channels_in, length) and a condition for each."""
         scale, shift = self.modulation(condition)[..., None].chunk(2, dim=1)
         return self.second(self.first(x) * scale + shift) + self.skip(x)
 
 
 class PolicyUnet(nn.Module):
-    """Noise in a sequence of actions; its length is divisible by 2 ** (len(widths) - 1)."""
+    """The network that predicts the noise in a sequence of actions (batch, channels, length).
+
+    The length is a multiple of ``2 ** (len(widths) - 1)``.
+
+    Args:
+        channels: numbers of an action.
+        condition: features that the caller computes from what the robot sees.
+        widths: channels of each level, from the finest to the coarsest; each halves the length.
+        embedding: columns of the embedding of a timestep (`DiffusionSampler.embeddings`).
+        groups: of the norms, a divisor of all widths.
+
+    Source: Diffusion Policy, arXiv:2303.04137.
+    """
 
     def __init__(
         self,
@@ -87,7 +108,13 @@ class PolicyUnet(nn.Module):
     def forward(
         self, x: torch.Tensor, embedding: torch.Tensor, condition: torch.Tensor
     ) -> torch.Tensor:
-        """x (batch, channels, length), embedding (embedding,), condition (batch, condition)."""
+        """The predicted noise, like x.
+
+        Args:
+            x: (batch, channels, length).
+            embedding: (embedding,), of the timestep that the whole batch has.
+            condition: (batch, condition).
+        """
         time = self.time(embedding).expand(x.shape[0], -1)
         condition = torch.cat([time, condition], 1)
         skips = []

@@ -22,13 +22,18 @@ ALIGNMENT = 8  # channels: rows of 16 bytes
 
 
 class ActionSampler:
-    """Samples for a model, a sampler and a batch size; calls share memory, so one at a time.
+    """Samples actions by a model and a sampler, for one batch size.
+
+    Calls share memory, so those of several threads or streams must not overlap.
 
     Args:
-        model: read now; after more training make another. Half precision on a GPU is what is fast.
-        batch, length: of the sequences.
-        clip: samples stay between -clip and clip, None: anywhere.
-        graph: capture all steps as one CUDA graph at the first call, which costs no host time then.
+        model: its weights are read here; after more training make another `ActionSampler`. A
+            model in half precision on a GPU is the fastest.
+        sampler: the steps of denoising.
+        batch, length: of the sequences; the length is a multiple of that which `PolicyUnet` says.
+        clip: predicted samples are kept between -clip and clip; None keeps them as they are.
+        graph: capture all steps as one CUDA graph at the first call; later ones replay it, which
+            takes the host one launch.
 
     Raises:
         ValueError: sizes, a graph without a GPU, a sampler with thresholding.

@@ -41,14 +41,27 @@ def flash_attn_func(
     """`cupyflash.attention` in flash-attn's signature.
 
     Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16 or float32.
+        k: (batch, seqlen_k, heads_kv, head_dim), dtype of q.
+        v: like k; its head_dim may be another one.
+        dropout_p: as in `cupyflash.attention`; the seed is drawn from the generator of the library:
+            torch's, or that of CuPy or NumPy.
+        softmax_scale: of the scores; default ``1 / sqrt(head_dim)``.
+        causal: the last query sees the last key ("bottom-right").
         window_size: (left, right), the keys seen on each side of the diagonal; -1 or None is
             unlimited. Less than -1 is refused: flash-attn 2 and 3 take it for unlimited, and
             flash-attn 4 for a window that lies beside the diagonal.
+        softcap, alibi_slopes, deterministic, sinks: as in `cupyflash.attention`.
+        return_attn_probs: return (out, softmax_lse, None).
 
-    Dropout follows the generator of the library: torch's, or that of CuPy or NumPy.
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim of v); softmax_lse float32 (batch, heads_q,
+        seqlen_q), natural logarithm.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
+
+    Source: the signatures of flash-attn 2.8, github.com/Dao-AILab/flash-attention.
     """
     if foreign:
         refuse(flash_attn_func, foreign)
@@ -75,7 +88,7 @@ def flash_attn_kvpacked_func(
     sinks: Array | None = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
-    """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
+    """`flash_attn_func` with k and v in one array, kv (batch, seqlen_k, 2, heads_kv, head_dim)."""
     if foreign:
         refuse(flash_attn_kvpacked_func, foreign)
     function = "flash_attn_kvpacked_func"
@@ -102,7 +115,7 @@ def flash_attn_qkvpacked_func(
     sinks: Array | None = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
-    """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
+    """`flash_attn_func` with q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim)."""
     if foreign:
         refuse(flash_attn_qkvpacked_func, foreign)
     function = "flash_attn_qkvpacked_func"
@@ -146,27 +159,29 @@ def flash_attn_varlen_func(
     heads, head_dim).
 
     Args:
-        q: (total_q, heads_q, head_dim).
-        k, v: (total_k, heads_kv, head_dim).
+        q: (total_q, heads_q, head_dim), float16, bfloat16 or float32.
+        k: (total_k, heads_kv, head_dim), dtype of q.
+        v: like k; its head_dim may be another one.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), the first row of each sequence and the end of
             the last; None where the sequences are padded. Their values are checked on the CPU, and
             on a GPU with CUPYFLASH_DEBUG=1: reading them costs a synchronisation.
         max_seqlen_q, max_seqlen_k: the longest sequences; not used of padded ones.
+        dropout_p to return_attn_probs, sinks: as in `flash_attn_func`.
         seqused_q, seqused_k: int32 (batch,), the first rows of each sequence that count, as in
             `cupyflash.attention`.
         block_table: int32 (batch, max_pages): k and v are pages of any size, (num_pages, page_size,
             heads_kv, head_dim), and key j of sequence b is row ``j % page_size`` of page
             ``block_table[b, j // page_size]``; the lengths are those of cu_seqlens_k or seqused_k.
         score, mask: as in `cupyflash.attention`, with batch the number of the sequence, and query
-            and key counted from its beginning.
+            and key counted from its beginning; not with a block_table.
 
     Returns:
-        out like q; with return_attn_probs (out, softmax_lse (heads_q, total_q), None), of padded
-        queries softmax_lse (batch, heads_q, seqlen_q).
+        out like q, with the head_dim of v; with return_attn_probs (out, softmax_lse, None), where
+        softmax_lse is float32 (heads_q, total_q), of padded queries (batch, heads_q, seqlen_q).
 
     Raises:
-        NotImplementedError: dropout, gradients or seqused_q with a block_table, and as
-            `cupyflash.attention`.
+        NotImplementedError: dropout, gradients, seqused_q, a score or a mask with a block_table,
+            and as `cupyflash.attention`.
         TypeError, ValueError: as `cupyflash.attention`.
     """
     if foreign:
@@ -213,8 +228,10 @@ def flash_attn_varlen_kvpacked_func(
     mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
-    """`flash_attn_varlen_func` with kv (total_k, 2, heads_kv, head_dim), or padded (batch,
-    seqlen_k, 2, heads_kv, head_dim).
+    """`flash_attn_varlen_func` with k and v in one array.
+
+    Args:
+        kv: (total_k, 2, heads_kv, head_dim), or padded (batch, seqlen_k, 2, heads_kv, head_dim).
     """
     if foreign:
         refuse(flash_attn_varlen_kvpacked_func, foreign)
@@ -250,7 +267,7 @@ def flash_attn_varlen_qkvpacked_func(
     mask: "Mask | Callable | None" = None,
     **foreign: NoReturn,
 ) -> Array | tuple[Array, Array, None]:
-    """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
+    """`flash_attn_varlen_func` with q, k and v in one array, qkv (total, 3, heads, head_dim)."""
     if foreign:
         refuse(flash_attn_varlen_qkvpacked_func, foreign)
     function = "flash_attn_varlen_qkvpacked_func"

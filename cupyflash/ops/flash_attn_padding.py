@@ -14,6 +14,9 @@ def index_first_axis(x: ArrayT, indices: Array) -> ArrayT:
         x: (rows, …), any dtype.
         indices: (total,), int32 or int64.
 
+    Returns:
+        (total, …), a copy.
+
     Raises:
         IndexError: an index that does not exist.
     """
@@ -60,6 +63,10 @@ def pad_input(hidden_states: ArrayT, indices: Array, batch: int, seqlen: int) ->
     Args:
         hidden_states: (total, …).
         indices: (total,), as `unpad_input` returns them.
+        batch, seqlen: those of the result.
+
+    Raises:
+        IndexError: an index that does not exist.
     """
     shape = (batch * seqlen, *hidden_states.shape[1:])
     with array_operations(hidden_states):

@@ -35,7 +35,12 @@ def context(shard: Shard, *, move: str = "auto") -> Iterator[None]:
     a layer again there, and where it does so outside of the block, it raises.
 
     Args:
+        shard: the division of the tokens of each row.
         move: as in `attention`.
+
+    Raises:
+        RuntimeError: a checkpoint computes attention again outside of the block.
+        Within the block, attention functions raise as `attention` does.
     """
     global _seen
     _seen = True

@@ -75,8 +75,8 @@ class Device:
     def capture(self, launches: Callable[[], Array]) -> Callable[[], Array]:
         """A function that repeats the launches on the same arrays, and returns the same result.
 
-        They must be repeatable, since they run before they are captured: kernels are compiled then,
-        and what is kept is allocated.
+        They run once before they are captured, so that kernels are compiled and what is kept is
+        allocated. So running them twice must have the same result as running them once.
         """
         raise NotImplementedError("engine: a CUDA graph needs a GPU, got arrays on the CPU")
 

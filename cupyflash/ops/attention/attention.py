@@ -72,8 +72,9 @@ def attention(
             it enters the LSE. A query that sees no key has it as its LSE.
         score: a function of (score, batch, head, query, key) or a `cupyflash.Score`, whose number
             takes the place of ``scale * q k^T``; what the other options do comes after it. The
-            arrays and numbers that it reads have gradients under torch. A function is traced at
-            each call (0.3 ms), a `Score` once. Not with softcap and alibi_slopes.
+            arrays that it reads have gradients under torch. A function without branches is traced
+            at its first call, and its text is remembered; any other is traced at each call. A
+            `Score` is traced once. Not with softcap and alibi_slopes.
         mask: a function of (batch, head, query, key), a `cupyflash.Mask` or a BlockMask of torch:
             True where the query sees the key; what causal, window and bias hide stays hidden.
         dropout_p: probability, in steps of 2^-16, with which a weight becomes 0 after the softmax;

@@ -40,7 +40,7 @@ def backward(
     dlse: Array | None,
     captures: tuple = (),
 ) -> tuple[Array | None, ...]:
-    """Gradients of checked arrays, behind them those of the captures; always repeatable."""
+    """Gradients of checked arrays, behind them those of the captures; always deterministic."""
     tensors = [_rows_first(library.to_numpy(x), options) for x in (dout, q, k, v, out)]
     tensors.append(library.to_numpy(lse))
     function, lengths, arguments = _call(library, options, extras, captures)

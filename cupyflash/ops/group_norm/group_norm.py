@@ -58,7 +58,7 @@ def group_norm_backward(
     *,
     activation: str | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Gradients of `group_norm` for libraries without autograd; repeatable bit by bit.
+    """Gradients of `group_norm` for libraries without autograd; deterministic.
 
     Args:
         dout: gradient of out, like x; copied if its memory format is another one.

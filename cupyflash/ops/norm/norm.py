@@ -88,7 +88,7 @@ def layer_norm_backward(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
 ) -> tuple[Array | None, ...]:
-    """Gradients of `layer_norm` for libraries without autograd; repeatable bit by bit.
+    """Gradients of `layer_norm` for libraries without autograd; deterministic.
 
     Args:
         dout: gradient of out, like out.
@@ -124,7 +124,18 @@ def rms_norm_backward(
     dropout_p: float = 0.0,
     dropout_seed: int | Array | None = None,
 ) -> tuple[Array | None, ...]:
-    """(dx, dweight) of `rms_norm`, with dropout (dx, dweight, dh), as `layer_norm_backward`."""
+    """Gradients of `rms_norm` for libraries without autograd; deterministic.
+
+    Args:
+        dout to dropout_seed: as in `layer_norm_backward`, with the stats of `rms_norm`.
+
+    Returns:
+        (dx, dweight), with a dropout_p that is not 0 (dx, dweight, dh), each as
+        `layer_norm_backward` returns it.
+
+    Raises:
+        As `layer_norm`.
+    """
     seed, dropout = split(dropout_p, dropout_seed)
     arrays, options = (dout, x, weight, stats, dresidual, seed), (True, False, *dropout)
     dx, dweight, _, *dh = BACKWARD("rms_norm_backward", arrays, options)
