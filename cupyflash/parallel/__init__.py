@@ -1,4 +1,8 @@
-"""Attention over the tokens of several GPUs, by torch.distributed; see docs/parallel.md."""
+"""Attention over the tokens of several GPUs, by torch.distributed; see docs/parallel.md.
+
+Sources: moving heads, DeepSpeed Ulysses, arXiv:2309.14509; gathering keys, and two parts of each
+sequence a rank, Llama 3, arXiv:2407.21783, section 3.3.2; both together, USP, arXiv:2405.07719.
+"""
 
 import importlib
 

@@ -31,7 +31,7 @@ class Shard:
     Attributes:
         lengths: a tuple of integers.
         rank, ranks: the number of this rank, and how many there are.
-        tokens: the division, by which `counts` of all ranks and more are known.
+        tokens: the `Tokens` of the division, which know what each rank has.
 
     Raises:
         TypeError, ValueError: lengths, a mesh of other axes; ValueError on all ranks if they do not

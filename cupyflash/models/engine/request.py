@@ -1,4 +1,4 @@
-"""A request: its prompt, how its tokens are chosen, where it ends, and what has come of it."""
+"""A request: its prompt, sampling and stop conditions, and the tokens that it has got so far."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -23,14 +23,15 @@ class Request:
         stop_tokens: the tokens that end the text and are no part of it.
         stop: an object whose ``end(tokens)`` says whether the text ends with the last of these new
             tokens, or None.
-        number: what stands for it in the counter of the random numbers, so that requests with one
-            seed draw different ones.
-        tokens: the new tokens so far.
+        number: a part of the counter of its random numbers, so that requests with one seed draw
+            different ones.
+        tokens: the new tokens that the host has read.
         reason: why it has ended: "stop", "length", "cancelled", or "nan", where a logit was not
             finite; "" while it goes on.
-        pages: the pages that it has.
-        computed: the tokens that steps over prompts have computed, also of an earlier answer.
-        sampled: the new tokens with those that nobody has read yet.
+        pages: the numbers of its pages in the pool.
+        computed: how many tokens steps over prompts have computed; a request that was preempted
+            computes those of its answer in such steps, too.
+        sampled: how many new tokens there are, with those that the host has not read yet.
     """
 
     prompt: list[int]
@@ -47,12 +48,12 @@ class Request:
 
     @property
     def known(self) -> list[int]:
-        """The prompt and the new tokens that have been read."""
+        """The prompt and the new tokens that the host has read."""
         return self.prompt + self.tokens
 
     @property
     def position(self) -> int:
-        """Where its last token stands, the one that goes in next; as many keys are in its pages."""
+        """The position of its latest token, the input of the next step; so many keys it has."""
         return len(self.prompt) + self.sampled - 1
 
     def add(self, token: int) -> None:

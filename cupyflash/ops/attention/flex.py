@@ -45,6 +45,8 @@ def flex_attention(
     Raises:
         TypeError, ValueError: as `cupyflash.attention`; a BlockMask of other lengths.
         NotImplementedError: as `cupyflash.attention`; ``max_scores`` of return_aux.
+
+    Source: FlexAttention, arXiv:2412.05496.
     """
     enable_gqa = plain_flag(FUNCTION, "enable_gqa", enable_gqa)
     return_lse = plain_flag(FUNCTION, "return_lse", return_lse)

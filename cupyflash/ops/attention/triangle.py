@@ -58,6 +58,9 @@ def triangle_attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `cupyflash.attention`.
+
+    Source: Highly accurate protein structure prediction with AlphaFold, Nature 596 (2021), whose
+    triangle attention this is.
     """
     if foreign:
         refuse(triangle_attention, foreign)
