@@ -8,7 +8,7 @@ import numpy
 
 import cupyflash
 from cupyflash.models.engine import Batch, PagePool
-from cupyflash.models.engine.generate import PAGE_SIZE
+from cupyflash.models.engine.engine import PAGE_SIZE
 from cupyflash.models.gpt2 import Gpt2
 from cupyflash.models.gpt2.decoder import Decoder
 from cupyflash.models.gpt2.layers import PagedAttention, gelu_tanh, logits

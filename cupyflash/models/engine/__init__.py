@@ -10,7 +10,7 @@ PagedAttention, arXiv:2309.06180.
 """
 
 from .batch import Batch
-from .generate import Engine
+from .engine import Engine
 from .pool import PagePool
 from .request import Request
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ...ops.decode.sampling import Sampling
 from ...runtime.checks import integer_within, short
 from ..engine import Engine
-from ..engine.generate import MAX_BATCH, PAGE_SIZE
+from ..engine.engine import MAX_BATCH, PAGE_SIZE
 from ..engine.request import check_ends, check_prompts, check_sampling, not_finite
 from .config import Gpt2Config
 from .decoder import Decoder
