@@ -31,7 +31,7 @@ def compiled(built: Built, terminal: bool = True) -> None:
 
 
 def details(built: Built, compiled_now: bool) -> None:
-    """With CUPYFLASH_DEBUG=1, print configuration, registers, spills and seconds."""
+    """Print configuration, registers, spills and seconds if CUPYFLASH_DEBUG=1."""
     if environment.current().debug:
         origin = f"compiled in {built.seconds:.2f} s" if compiled_now else "from the cache"
         print(

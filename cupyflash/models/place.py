@@ -1,4 +1,4 @@
-"""Where the arrays of a model live: a library and a device, and how arrays are made there."""
+"""The place of a model's arrays: a library and a device, and how arrays are made there."""
 
 from collections.abc import Sequence
 from typing import Any

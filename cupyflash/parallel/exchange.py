@@ -38,7 +38,7 @@ class Exchange:
 
     @property
     def kind(self) -> str:
-        """For messages."""
+        """The words for it in messages."""
         return "all keys" if self.everything else f"{sum(self.receive_counts)} keys"
 
     @functools.cached_property

@@ -52,7 +52,7 @@ class Sharding:
 
 
 def sharding_of(shard: Shard, *tensors: Any) -> Sharding | None:
-    """None where no tensor is a DTensor."""
+    """The sharding that DTensors among these have; None where none is a DTensor."""
     if any(hasattr(x, "device_mesh") for x in tensors):
         return Sharding(shard, *tensors)
     return None

@@ -175,7 +175,7 @@ class Tokens:
         return ranges(pieces.begin, pieces.end)
 
     def seen(self, pieces: Pieces, band: Band) -> Pieces:
-        """For each piece the keys that its queries see; pieces whose keys may overlap."""
+        """The keys that the queries of each piece see, as pieces that may overlap."""
         lengths = self.lengths[pieces.sequence]
         begin, end = numpy.zeros_like(pieces.begin), lengths
         if band.left is not None:

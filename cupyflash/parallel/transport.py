@@ -42,7 +42,7 @@ class Team(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors of the host's own are sent from."""
+        """The device from which the group sends small tensors that the host has made."""
         if self.group is None or "gloo" in dist.get_backend(self.group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""From an array to the adapter of its library; arrays are never copied to another one on a GPU.
+"""The look-up of an array's library; arrays are never copied to another one on a GPU.
 
 The kernels need a pointer, a shape, strides and a dtype. `library_of` finds the adapter that reads
 them (libraries.py, torch_library.py). Arrays of other libraries are imported by DLPack.

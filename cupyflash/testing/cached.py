@@ -165,7 +165,7 @@ class CachedProblem:
             self.arguments["sinks"] = self.array(self.sinks)
 
     def _place(self, b: int, j: int) -> tuple[int, int, slice, int]:
-        """Where a key of a sequence lies in ``layers``."""
+        """The index in ``layers`` of key j of sequence b."""
         return int(self.table[b, j // self.page]), 1, slice(None), int(j % self.page)
 
     def _keys(self, starts: numpy.ndarray, ends: numpy.ndarray) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Where an engine computes: arrays of NumPy, CuPy or torch, copies that do not wait, CUDA graphs.
+"""The device of an engine: arrays of NumPy, CuPy or torch, copies that do not wait, CUDA graphs.
 
 Everything is enqueued on the current stream of the library, in order. `Device.write` copies numbers
 from memory of its own, so that the caller may change them at once, and `Device.read` returns before

@@ -44,7 +44,7 @@ class CapturesKernel(AttentionKernel):
 
     @property
     def header(self) -> str:
-        """That of the text, in which captures that learn are read with a derivative."""
+        """The header of the text, in which captures that learn are read with a derivative."""
         text = super().header.replace(INCLUDE, f"{INCLUDE}{INCLUDE_LEARNING}")
         reads, starts = [], []
         for capture in self.text.captures:
@@ -72,7 +72,7 @@ class CapturesKernel(AttentionKernel):
 
 @dataclasses.dataclass(frozen=True)
 class RoundSums(KernelConfig):
-    """After a kernel with exact sums: the gradient of one capture in float32."""
+    """Rounds the exact sums of one capture to its gradient in float32."""
 
     source: ClassVar[str] = "attention/text/round_sums.cu"
 

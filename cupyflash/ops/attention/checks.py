@@ -275,7 +275,7 @@ def _batch_stride(slopes: View) -> int:
 
 
 def _bias(function: str, bias: View, sizes: Mapping[str, int]) -> View:
-    """With four axes."""
+    """The bias with four axes, (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1)."""
     axes = "batch", "heads_q", "seqlen_q", "seqlen_k"
     wanted, rank = tuple(sizes[axis] for axis in axes), len(bias.shape)
     fits = 2 <= rank <= 4 and all(

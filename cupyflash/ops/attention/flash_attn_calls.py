@@ -1,4 +1,4 @@
-"""From the arguments of flash-attn's functions to a call of attention."""
+"""The call of attention that the arguments of flash-attn's functions ask for."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple

@@ -125,8 +125,10 @@ def _sequences(
     seqused_q: Array | None,
     seqused_k: Array | None,
 ) -> Iterator[tuple[tuple, tuple, tuple, tuple[int, slice, slice]]]:
-    """For each sequence, as a batch of one: its indices in q, in k and in the LSE; and its number,
-    rows and columns.
+    """The places of each sequence, as a batch of one.
+
+    Yields:
+        Its indices in q, in k and in the LSE; and (its number, its rows, its columns).
     """
     queries, keys = _rows(q, cu_seqlens_q, seqused_q), _rows(k, cu_seqlens_k, seqused_k)
     for b, ((at_q, rows), (at_k, cols)) in enumerate(zip(queries, keys)):

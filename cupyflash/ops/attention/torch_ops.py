@@ -230,8 +230,9 @@ def mapped(
 
 
 def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """With the mapped axis in front; a copy for each entry where none is mapped, as not every
-    kernel takes a stride of 0.
+    """x with the mapped axis in front.
+
+    Where no axis is mapped, each entry gets a copy, because not every kernel takes a stride of 0.
     """
     return x.expand(size, *x.shape).contiguous() if dim is None else x.movedim(dim, 0)
 

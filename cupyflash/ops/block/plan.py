@@ -26,7 +26,7 @@ MAX_ROW_BYTES = structs.PIECE_STRIDE * structs.MAX_PIECES  # the longest row or 
 HEAD_DIMS = (64, 128)  # other head dims are rounded up
 MAX_HEAD_DIM = HEAD_DIMS[-1]
 
-# By the KB of shared memory that a block may have: the tiles that fill it, and the bytes of one.
+# KB of shared memory that a block may have: (the number of tiles that fill it, the bytes of one)
 RINGS = {227: (5, 41600), 163: (5, 25600), 99: (4, 19200), 64: (3, 13824)}
 OLDEST = (7, 5)  # compute capability
 

@@ -260,7 +260,7 @@ def decode_rounds(config: FlashDecode | FlashDecodeTile, shape: CachedShape) -> 
 def decode_grid(
     config: FlashDecode | FlashDecodeTile, shape: CachedShape, num_splits: int, multiprocessors: int
 ) -> int:
-    """As many blocks as run at once and can have work, or one for each split of a unit."""
+    """The number of blocks: those that run at once and can have work, or one a split of a unit."""
     if num_splits:
         return decode_units(config, shape) * num_splits
     at_once = min(config.blocks * multiprocessors, MOST_BLOCKS)

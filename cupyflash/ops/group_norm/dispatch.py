@@ -1,4 +1,4 @@
-"""From the arrays of a GroupNorm to the plan that computes it: checks, CPU or GPU, copies."""
+"""The way from the arrays of a GroupNorm to its plan: checks, CPU or GPU, copies."""
 
 import numbers
 import operator
@@ -167,7 +167,7 @@ def _forward_detour(library: Any, views: Mapping[str, View], forward: Callable) 
 
 
 def _backward_detour(library: Any, views: Mapping[str, View], backward: Callable) -> Detour | None:
-    """As `_forward_detour` does, for calls with (dout, x, weight, bias, stats).
+    """The same as `_forward_detour` for calls with (dout, x, weight, bias, stats).
 
     A gradient in another memory format than x is copied into that of x.
     """

@@ -105,6 +105,6 @@ class Groups:
 
 
 def _divisor(n: int) -> structs.Divisor:
-    """For quotients by n of numbers from 0 to 2^31 - 1, by one multiplication."""
+    """The factor and the shift by which kernels divide numbers from 0 to 2^31 - 1 by n."""
     shift = (n - 1).bit_length()
     return structs.Divisor((1 << 32) * ((1 << shift) - n) // n + 1, shift)

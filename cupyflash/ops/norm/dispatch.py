@@ -164,7 +164,7 @@ def _backward_on_cpu(
 def _forward_detour(
     function: str, library: Any, views: Mapping[str, View], rms: bool, eps: float, p: float
 ) -> Plan | None:
-    """None where the kernel takes the arrays as they are, without dropout."""
+    """The plan that copies arrays or drops first; None where the kernel takes them as they are."""
     x, residual = views["x"], views.get("residual")
     strides = result_strides(library, x)
     copied = rows_to_copy(strides, views, ("x", "residual"))
@@ -195,7 +195,7 @@ def _forward_detour(
 def _backward_detour(
     function: str, library: Any, views: Mapping[str, View], rms: bool, need_dbias: bool
 ) -> Plan | None:
-    """None where the kernels take the arrays as they are."""
+    """The plan that copies arrays first; None where the kernels take them as they are."""
     x = views["x"]
     strides = result_strides(library, x)
     copied = rows_to_copy(strides, views, ("dout", "x", "dresidual"))

@@ -171,7 +171,7 @@ class BackwardPlan(Plan):
 def _backward_config(
     x: View, weight: View, rms: bool, rows: Rows, vector: bool
 ) -> NormBwd | NormBwdCluster | None:
-    """None where the rows have to be read twice."""
+    """The kernel that reads rows once; None where they have to be read twice."""
     if len(rows.sizes) > 1 and rows.rows >= MAX_ROWS:
         return None
     config = kernels.backward(

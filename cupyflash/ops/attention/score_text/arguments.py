@@ -1,4 +1,4 @@
-"""From the arguments ``score`` and ``mask`` to the options and arrays of a call."""
+"""The options and arrays of a call with the arguments ``score`` and ``mask``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -39,7 +39,7 @@ class TextCall(NamedTuple):
 
     @property
     def first_weight(self) -> FirstWeight | None:
-        """Where dropout begins to number the weights of one sequence; None: as the call does."""
+        """The first weight of one sequence, for dropout; None: that of the call."""
         if not self.text.drops:
             return None
         named = self._named()

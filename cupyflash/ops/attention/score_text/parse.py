@@ -1,4 +1,4 @@
-"""From a text to its tree, by the precedence of C++.
+"""The parser of texts, which makes a tree by the precedence of C++.
 
 A text is an expression; ``name = expression;`` before it names a part that it uses::
 

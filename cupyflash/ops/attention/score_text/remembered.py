@@ -64,7 +64,7 @@ def remembered(kind: type, function: Any) -> Any:
 
 
 def _place(x: Any, arrays: list[Any]) -> int | None:
-    """Where an array stands in the list, None for a number; -1 for an array that is new."""
+    """The index of an array in the list, -1 if it is not there; None for a number."""
     if not is_array(x):
         return None
     return next((i for i, y in enumerate(arrays) if x is y), -1)

@@ -18,5 +18,5 @@ class FoundTiles(Carried):
         self.parts: weakref.WeakKeyDictionary[Any, FoundTiles] = weakref.WeakKeyDictionary()
 
     def of(self, part: Any) -> "FoundTiles":
-        """Those of a part of the queries and keys, which lives as long as they are needed."""
+        """The tiles of a part of the queries and keys, kept as long as ``part`` lives."""
         return self.parts.setdefault(part, FoundTiles())

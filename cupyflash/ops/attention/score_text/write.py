@@ -1,4 +1,4 @@
-"""From a tree to its text, and to the C++ of the kernels.
+"""The writers of a tree, as its text and as the C++ of the kernels.
 
 Both are the same expression. C++ has the casts that the text leaves out, and types of literals.
 """
