@@ -15,7 +15,7 @@ import numpy
 import cupyflash
 
 from ..ops.diffusion import reference
-from ..ops.linear.reference import Arrays, Options
+from ..ops.linear.options import Arrays, Options
 from ..runtime.philox import dropout_scale, dropout_threshold, keep_rows
 from ..testing import (
     EPSILON,

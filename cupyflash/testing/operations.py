@@ -11,7 +11,8 @@ from typing import Any
 import numpy
 
 from ..ops.block import reference as stack_reference
-from ..ops.linear.reference import Arrays, Options, project
+from ..ops.linear.options import Arrays, Options
+from ..ops.linear.reference import project
 from ..ops.norm import reference as norms
 from .norms import LARGEST_SLOPE
 from .tolerance import Expected, Result, dtype_name, numpy_dtype, to_numpy64

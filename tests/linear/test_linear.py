@@ -10,7 +10,7 @@ from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.ops.linear.reference import Arrays, Options
+from cupyflash.ops.linear.options import Arrays, Options
 from cupyflash.testing import expected_projection, poison_free_memory, to_float64, to_numpy64
 
 ROWS = [(1,), (3,), (8,), (2, 8), (17,), (4, 8), (3, 2, 7)]

@@ -440,7 +440,7 @@ def test_second_derivatives(target, function):
 def test_product_in_float32(target, function):
     """On a GPU it takes the place of the kernel without tensor cores; it is right anywhere."""
     from cupyflash.ops.linear import autograd
-    from cupyflash.ops.linear.reference import Arrays, Options
+    from cupyflash.ops.linear.options import Arrays, Options
 
     residual = {"residual": True} if function == "linear" else {}
     problem = whole(target, function, norm="", **residual)
@@ -457,7 +457,7 @@ def test_opcheck(target):
     import torch
 
     from cupyflash.ops.linear import torch_ops
-    from cupyflash.ops.linear.reference import Arrays, Options
+    from cupyflash.ops.linear.options import Arrays, Options
 
     problem = whole(target, "qkv_projection", norm="", positions="int64")
     tensors, options = leaves(problem.tensors), Options(heads=HEADS)
@@ -479,7 +479,7 @@ def test_what_has_no_gradient(target):
         with pytest.raises(NotImplementedError, match=f"^qkv_projection: {name} has no gradient"):
             problem.ours(**tensors)
     from cupyflash.ops.linear import torch_ops
-    from cupyflash.ops.linear.reference import Arrays, Options
+    from cupyflash.ops.linear.options import Arrays, Options
 
     x, weight = (torch.randn(8, 8, device=target.device).requires_grad_() for _ in range(2))
     arguments = torch_ops.flat("linear", Arrays(x, weight), Options("gelu"))

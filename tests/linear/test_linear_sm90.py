@@ -12,7 +12,8 @@ from targets import is_hopper
 
 from cupyflash.ops.linear import launches, sm90_kernels
 from cupyflash.ops.linear.launches import LinearLaunch
-from cupyflash.ops.linear.reference import Arrays, Options, project
+from cupyflash.ops.linear.options import Arrays, Options
+from cupyflash.ops.linear.reference import project
 from cupyflash.ops.linear.sm90_kernels import TILES, Epilogue, Rotary, choose, configuration
 from cupyflash.runtime.gpu import HALF
 from cupyflash.runtime.lookup import library_of

@@ -11,7 +11,7 @@ from targets import is_hopper
 
 from cupyflash.ops.linear import launches, small_m_sm90_kernels
 from cupyflash.ops.linear.launches import LinearSmallMLaunch
-from cupyflash.ops.linear.reference import Arrays, Options
+from cupyflash.ops.linear.options import Arrays, Options
 from cupyflash.ops.linear.sm90_kernels import Rotary
 from cupyflash.ops.linear.small_m_sm90_kernels import CLUSTERS, ROWS, LinearSmallMSm90, choose
 from cupyflash.runtime.lookup import library_of

@@ -11,7 +11,7 @@ from matrix import covering, each_case, each_library
 import cupyflash
 from cupyflash import environment
 from cupyflash.ops.linear import plan
-from cupyflash.ops.linear.reference import Arrays, Options
+from cupyflash.ops.linear.options import Arrays, Options
 from cupyflash.runtime.libraries import NumpyLibrary
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import expected_projection, poison_free_memory

@@ -9,7 +9,7 @@ from matrix import covering, each_case, each_library
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.ops.linear.reference import Arrays, Options
+from cupyflash.ops.linear.options import Arrays, Options
 from cupyflash.testing import expected_projection, to_library
 
 SHAPES = [(1, 1), (1, 5), (2, 8), (4, 4), (3, 11), (2, 16), (7,), (40,)]

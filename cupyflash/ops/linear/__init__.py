@@ -3,6 +3,7 @@
 ========================  ==========================================================================
 linear.py                 `linear`, `mlp`, `qkv_projection`: the public functions
 operations.py             the operation that they call (``runtime/operation.py``)
+options.py                `Arrays` and `Options`, which the modules pass on
 plan.py                   arrays to a key, a key to a plan
 launches.py               which kernels a problem launches, in which order
 kernels.py                those of any GPU; sm90_kernels.py and small_m_sm90_kernels.py of Hopper

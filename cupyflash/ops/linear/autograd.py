@@ -29,7 +29,7 @@ from ...runtime.operation import Plans
 from ...runtime.torch_calls import refuse_batched, refuse_transforms, require_one_device
 from . import elementwise, plan, torch_ops
 from .checks import check
-from .reference import Arrays, Options
+from .options import Arrays, Options
 
 LIBRARY = library_of(torch.empty(0))
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

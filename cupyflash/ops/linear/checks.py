@@ -7,7 +7,7 @@ from ... import environment
 from ...runtime.array import Array, View
 from ...runtime.checks import require_eps
 from ...runtime.specs import Spec, views_of
-from .reference import Arrays, Options
+from .options import Arrays, Options
 
 MAX_SIZE = 2**30  # the largest d_in and d_out
 SIZES = dict.fromkeys(("d_in", "d_hidden", "d_out"), range(1, MAX_SIZE))

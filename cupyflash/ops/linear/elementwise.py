@@ -18,7 +18,7 @@ from ...runtime.structs import header
 from . import kernels
 from .checks import check_rotation
 from .launches import rotary_of
-from .reference import Arrays, Options
+from .options import Arrays, Options
 
 structs = header("linear/params.cuh")
 

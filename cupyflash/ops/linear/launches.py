@@ -14,7 +14,7 @@ from ...runtime.tensor_map import TensorMaps, TensorMapSpec
 from ..norm.plan import forward_launch
 from . import kernels, sm90_kernels, small_m_sm90_kernels
 from .kernels import LinearMma, LinearSimt, LinearSmallM
-from .reference import Options
+from .options import Options
 from .sm90_kernels import LinearSm90
 from .small_m_sm90_kernels import LinearSmallMSm90, is_apart
 

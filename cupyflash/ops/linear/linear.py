@@ -7,7 +7,7 @@ from ...runtime.checks import integer_within, plain_flag, plain_real
 from .checks import MAX_SIZE
 from .kernels import ACTIVATIONS
 from .operations import PROJECTION
-from .reference import Arrays, Options
+from .options import Arrays, Options
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu"] | None
 

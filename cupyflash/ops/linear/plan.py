@@ -13,7 +13,7 @@ from ...runtime.rows import collapse
 from . import reference
 from .checks import check
 from .launches import launches_of
-from .reference import Arrays, Options
+from .options import Arrays, Options
 
 Step = tuple[Launch, tuple[str, ...]]  # a kernel and the names of its arguments
 

@@ -16,7 +16,7 @@ from ...runtime.torch_calls import require_one_device
 from ...runtime.torch_operator import operator, register_autograd, register_fake
 from . import elementwise, plan, reference
 from .checks import check_rotation
-from .reference import Arrays, Options
+from .options import Arrays, Options
 
 LIBRARY = library_of(torch.empty(0))
 NUM_ARRAYS = len(Arrays._fields)
