@@ -43,7 +43,7 @@ class Struct(ctypes.Structure):
     alignment = 8  # the largest that a struct has without alignas
 
     def __iter__(self) -> Iterator[Any]:
-        return (getattr(self, name) for name, _ in self._fields_)
+        return iter([getattr(self, name) for name, _ in self._fields_])
 
 
 class Header:
