@@ -26,14 +26,6 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// The address of the same object in the shared memory of block `rank` of the cluster.
-template <typename T>
-__device__ __forceinline__ T* cluster_shared(T* pointer, uint32_t rank) {
-  uint64_t remote;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(pointer), "r"(rank));
-  return reinterpret_cast<T*>(remote);
-}
-
 // Arrives at the mbarrier that lies at this shared address in block `rank` of the cluster.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(

@@ -188,11 +188,6 @@ __device__ __forceinline__ Dual abs(Dual x) {
   return {fabsf(x.value), x.value > 0.f ? x.slope : x.value < 0.f ? -x.slope : 0.f};
 }
 
-template <class A>
-__device__ __forceinline__ bool not_(A a) {
-  return !a;
-}
-
 // Quotient and remainder as Python has them: the remainder has the sign of the divisor.
 template <class A, class B>
 __device__ __forceinline__ auto floor_div(A a, B b) {
