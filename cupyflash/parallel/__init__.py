@@ -1,5 +1,19 @@
 """Attention over the tokens of several GPUs, by torch.distributed; see docs/parallel.md.
 
+==================  ================================================================================
+shard.py            `Shard`: which tokens a rank has, by the arithmetic of tokens.py
+attention.py        `attention`; checks.py and agreement.py compare the calls of all ranks
+choice.py           the move that has fewer bytes to wait for; moves.py makes it
+heads.py            heads that travel, by collectives, and copied_heads.py by copies
+over_keys.py        keys that travel: gathered.py by collectives (exchange.py), copied.py by copies
+                    (routes.py); pieces.py computes attention over what has arrived
+peers.py            memory that GPUs of one host write for each other
+transport.py        collectives, and what becomes of them when a rank fails
+texts.py            scores and masks, which see the numbers and places of one GPU
+context.py          models and SDPA over a shard; buffers.py is torch's `context_parallel`
+sharded.py          DTensors
+==================  ================================================================================
+
 Sources: moving heads, DeepSpeed Ulysses, arXiv:2309.14509; gathering keys, and two parts of each
 sequence a rank, Llama 3, arXiv:2407.21783, section 3.3.2; both together, USP, arXiv:2405.07719.
 """
