@@ -31,13 +31,13 @@ class PassPlan(Plan):
 
     def run(self, *call: Any) -> tuple[Array | None, ...]:
         """Allocates the results of a call, launches the kernels, and returns the results."""
-        like, results, arguments, extras, of_options, held = self.prepared(*call)
+        like, results, arguments, extras, option_gradients, held = self.prepared(*call)
         library, work = self.library, self.work
         if not work.launches:
             return results
         stream, record = library.stream(self.device_id), None
         if self.is_plain and not extras:
-            arguments = (*arguments, *NO_POINTERS, *of_options)
+            arguments = (*arguments, *NO_POINTERS, *option_gradients)
             for launch in work.launches:
                 launch.start(stream, launch.argument(*arguments, stream=stream))
             return results
@@ -48,21 +48,20 @@ class PassPlan(Plan):
         elif extras and not bias:  # kernels without kinds of their own for it: a bool bias
             extras[BIAS] = extras[KEY_MASK]
         arguments = (*arguments, *(extras[:KEY_MASK] or NO_POINTERS))
-        to_all = of_options
-        if work.bias_gradient:  # only these kernels write the gradient of the bias
-            to_all = (0, *of_options[1:])
+        # Where there are kernels of ``bias_gradient``, they alone write the gradient of the bias.
+        in_all = (0, *option_gradients[1:]) if work.bias_gradient else option_gradients
         for launch in work.launches:
             size = launch.workspace_size
             workspace = library.empty_float32((size,), like) if size else None
             place = 0 if workspace is None else library.pointer(workspace)
             argument = launch.argument(
-                *arguments, *to_all, stream=stream, workspace=place, bias=bias
+                *arguments, *in_all, stream=stream, workspace=place, bias=bias
             )
             launch.start(stream, launch.with_captures(argument, captures))
         for launch in work.bias_gradient:
-            launch.start(stream, launch.argument(*arguments, *of_options))
+            launch.start(stream, launch.argument(*arguments, *option_gradients))
         if work.capture_gradients:
-            arguments += of_options
+            arguments += option_gradients
             results += work.capture_gradients(library, stream, like, arguments, extras)
         del record, tiles, held  # the kernels that use this memory have been launched
         return results
@@ -72,8 +71,8 @@ class PassPlan(Plan):
 
         Returns:
             An array of the call; the results; the addresses that the kernels get before those of
-            the optional arrays, those of `Extras` (and captures) or none, and in the backward those
-            behind them, of dbias and dsinks or 0; memory that lives until the launches.
+            the optional arrays; the addresses of `Extras` (and captures), or none; in the backward
+            those of dbias and dsinks, or 0, which come last; memory that lives until the launches.
         """
         raise NotImplementedError
 
@@ -168,14 +167,14 @@ class BackwardPlan(PassPlan):
             *[start + offset for offset in self.offsets],
             0 if semaphores is None else pointer(semaphores),
         )
-        of_options = (
+        option_gradients = (
             0 if dbias is None else pointer(dbias),
             0 if dsinks is None else pointer(dsinks),
         )
         if self.columns_v is not None:
             dv = dv[..., : self.columns_v]
         results = (dq, dk, dv, dbias, dsinks)
-        return q, results, arguments, pointers[7:], of_options, (scratch, semaphores)
+        return q, results, arguments, pointers[7:], option_gradients, (scratch, semaphores)
 
     def _allocate_dbias(self, q: Array) -> Array | None:
         """Memory for the gradient of the bias, if it is wanted; zeros unless all is written."""
