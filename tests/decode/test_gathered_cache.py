@@ -7,7 +7,7 @@ import pytest
 from matrix import covering, each_case, libraries
 
 from cupyflash import attention_with_cache
-from cupyflash.ops.decode import dispatch, gathered
+from cupyflash.ops.decode import dispatch, steps
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 from cupyflash.testing.cached import LENGTHS, OPTIONS, CachedCase, CachedProblem
 
@@ -72,10 +72,10 @@ def in_steps(monkeypatch):
 
     def call(library, arrays, shape, options):
         views = {n: library.view(x) for n, x in zip(dispatch.ARRAYS, arrays) if x is not None}
-        return gathered.GatheredPlan("attention_with_cache", library, shape, options, views)(arrays)
+        return steps.StepsPlan("attention_with_cache", library, shape, options, views)(arrays)
 
     kernels = SimpleNamespace(append=append, gather=gather)
-    monkeypatch.setattr(gathered, "kv_cache", kernels)
+    monkeypatch.setattr(steps, "kv_cache", kernels)
     monkeypatch.setattr(dispatch, "reference", SimpleNamespace(attention_with_cache=call))
 
 
@@ -99,6 +99,6 @@ def test_contiguous_caches_are_read_where_they_lie(target, case, in_steps, monke
         for name in ("k_cache", "v_cache")
     }
     right = attention_with_cache(**arguments)
-    monkeypatch.setattr(gathered.kv_cache, "gather", None)
+    monkeypatch.setattr(steps.kv_cache, "gather", None)
     found = attention_with_cache(**arguments | copies | {"sequences": None})
     numpy.testing.assert_array_equal(to_numpy64(found), to_numpy64(right))

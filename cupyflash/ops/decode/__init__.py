@@ -6,7 +6,7 @@ operations.py         the operation that `attention_with_cache` calls (``runtime
 dispatch.py           arrays to a key, a key to a plan; append_dispatch.py of `cache_append`
 cached.py             `CachedShape`, what a plan depends on; cached_checks.py makes it of the arrays
 plans.py              `DecodePlan`: few new tokens, in one launch of ``flash_decode*.cu``
-gathered.py           `GatheredPlan`: more of them, by the forward of attention; paged.py where it
+steps.py              `StepsPlan`: more of them, by the forward of attention; paged.py where it
                       reads the pages itself, else kv_cache.py gathers them
 kernels.py            configurations of all kernels of ``cuda_src/decode``
 embedding.py          rows of the tables of tokens and positions

@@ -9,8 +9,8 @@ from ...runtime.overlap import Written
 from . import reference
 from .cached import ARRAYS, CACHES, CachedOptions, CachedShape
 from .cached_checks import SCALES, WrittenCaches, check, check_values, name_of
-from .gathered import GatheredPlan
 from .plans import decode_plan
+from .steps import StepsPlan
 
 SINKS, OUT = ARRAYS.index("sinks"), ARRAYS.index("out")
 
@@ -71,7 +71,7 @@ def _prepare(
     shape = shape._replace(aligned=aligned)
     plan = decode_plan(library, shape, found, views)
     if plan is None:
-        plan = GatheredPlan(function, library, shape, found, views)
+        plan = StepsPlan(function, library, shape, found, views)
     return _Prepared(shape, found, _written(function, shape, views), plan)
 
 

@@ -19,8 +19,8 @@ from .kv_cache import APPENDED
 from .paged import paged_plan, table_of
 
 
-class GatheredPlan:
-    """The plan of calls that no single launch takes."""
+class StepsPlan:
+    """The plan of calls that no single launch computes."""
 
     def __init__(
         self,
