@@ -100,23 +100,16 @@ class OurDecode:
         return ms
 
 
-class OurLoad:
-    """Requests of (prompt, new tokens) from the first step to the last token."""
+class OurPrompt:
+    """A prompt with so many new tokens, alone."""
 
-    def __init__(self, model: Any, load: Sequence[tuple[list[int], int]], max_batch: int) -> None:
-        longest = max(len(prompt) + count for prompt, count in load)
-        self.engine = Engine(model, max_batch=min(max_batch, len(load)), max_length=longest)
-        self.load = load
+    def __init__(self, model: Any, prompt: list[int], count: int) -> None:
+        self.engine = Engine(model, max_batch=1, max_length=len(prompt) + count)
+        self.prompt, self.count = prompt, count
 
     def __call__(self) -> float:
-        """Milliseconds."""
+        """Milliseconds from the first step to the last token."""
         synchronize()
         begin = time.perf_counter()
-        requests = [self.engine.submit(*given, stop_tokens=-1) for given in self.load]
-        while self.engine.busy:
-            self.engine.step()
-        synchronize()
-        ms = 1e3 * (time.perf_counter() - begin)
-        missing = [x for x, (_, count) in zip(requests, self.load) if len(x.tokens) != count]
-        assert not missing, f"{len(missing)} requests have ended early"
-        return ms
+        self.engine.generate([self.prompt], self.count, stop_tokens=-1)
+        return 1e3 * (time.perf_counter() - begin)

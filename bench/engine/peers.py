@@ -2,7 +2,6 @@
 
 import inspect
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ def bytes_of(name: str, dtype: str) -> tuple[int, int]:
 
 
 class Peer:
-    """transformers with static caches, compiled with CUDA graphs if wanted."""
+    """Decoding of transformers with static caches, compiled with CUDA graphs if wanted."""
 
     def __init__(self, model: Any, compiled: bool) -> None:
         self.plain, self.model, self.caches = model, model, {}
@@ -110,15 +109,6 @@ class Peer:
         synchronize()
         return 1e3 * (time.perf_counter() - begin) / steps
 
-    @torch.no_grad()
-    def prefill_ms(self, given: torch.Tensor) -> float:
-        """Milliseconds until the logits after prompts."""
-        synchronize()
-        begin = time.perf_counter()
-        self.model(given, use_cache=False, logits_to_keep=1)
-        synchronize()
-        return 1e3 * (time.perf_counter() - begin)
-
     def _empty_cache(self, batch: int, length: int) -> Any:
         import transformers
 
@@ -130,28 +120,28 @@ class Peer:
         return self.caches[batch, length]
 
 
-def serve_seconds(model: Any, load: Sequence[tuple[list[int], int]]) -> float:
-    """Seconds of transformers' continuous batching for prompts with so many new tokens each.
+@torch.no_grad()
+def prefill_ms(model: Any, given: torch.Tensor) -> float:
+    """Milliseconds until the logits after prompts (batch, length)."""
+    synchronize()
+    begin = time.perf_counter()
+    model(given, use_cache=False, logits_to_keep=1)
+    synchronize()
+    return 1e3 * (time.perf_counter() - begin)
 
-    Raises:
-        RuntimeError: it has not ended all of them.
+
+def compile_layers(model: Any, **options: Any) -> None:
+    """Compile the layers of a model of transformers, all by one graph, for prompts of one length.
+
+    For the 32 layers of an 8B model as one graph, Inductor took longer than the minutes of a run.
+
+    Args:
+        options: of torch.compile.
     """
-    from transformers import GenerationConfig
-
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0,
-                                  max_new_tokens=max(count for _, count in load))  # fmt: skip
-    serving = model.continuous_batching_context_manager
-    with torch.no_grad(), serving(generation_config=generation, block=True, timeout=60) as manager:
-        synchronize()
-        begin, left = time.perf_counter(), len(load)
-        for prompt, count in load:
-            manager.add_request(prompt, max_new_tokens=count)
-        while left:
-            result = manager.get_result(timeout=1)
-            if result is None and not manager.is_running():
-                raise RuntimeError(f"{left} of {len(load)} requests did not end")
-            left -= result is not None and result.is_finished()
-        return time.perf_counter() - begin
+    torch.compiler.reset()
+    layers = next(x for x in model.modules() if isinstance(x, torch.nn.ModuleList))
+    for layer in layers:
+        layer.compile(dynamic=False, **options)
 
 
 def synchronize() -> None:

@@ -17,6 +17,8 @@ from .transformers_mask import FUNCTION
 from .transformers_models import CONTINUOUS, NAME
 
 Attention = Callable[..., tuple[Tensor, None]]
+# Arguments of `attention` that change its result, and that steps with a block table do not heed.
+UNPAGED = ("position_bias", "indices", "block_indices", "sinks")
 
 
 def register(attention: Attention) -> None:
@@ -88,14 +90,14 @@ def continuous_attention(
 
     Args:
         query, key, value: packed sequences; with a block table a token of each. Keys and values
-            are the new ones alone where ``options`` has the cache, as in transformers 5.17.
+            are the new ones alone where ``options`` has the cache, as before transformers 5.24.
         block_table: int32 (batch, max_pages), the pages of ``k_cache`` and ``v_cache``, (num_pages,
             page_size, heads, head_dim), that the sequences have.
         options: as for `attention`; ``cu_seq_lens_k`` counts the new tokens.
 
     Raises:
-        NotImplementedError: a call from elsewhere than continuous batching; dropout with a block
-            table; and as `cupyflash.attention_with_cache`.
+        NotImplementedError: a call from elsewhere than continuous batching; dropout and `UNPAGED`
+            with a block table; and as `cupyflash.attention_with_cache`.
     """
     if (cache := options.pop("cache", None)) is not None:
         *pages, key, value = _of_cache(cache, module, key, value, block_table, options)
@@ -108,6 +110,10 @@ def continuous_attention(
     if options.get("dropout"):
         fact = "dropout must be 0 with a block table"
         raise NotImplementedError(f"{FUNCTION}: {fact}, got {options['dropout']}")
+    if given := [name for name in UNPAGED if options.get(name) is not None]:
+        fact = f"{', '.join(UNPAGED)} must be None with a block table"
+        allowed = 'allowed is attn_implementation="eager"'
+        raise NotImplementedError(f"{FUNCTION}: {fact}, {allowed}, got {', '.join(given)}")
     q, k, v = (
         x.transpose(1, 2).reshape(-1, 1, x.shape[1], x.shape[3]) for x in (query, key, value)
     )
@@ -143,12 +149,20 @@ def _of_cache(
     Without a block table the new tokens enter the cache here, and key and value are all that the
     queries see. ``options`` get the lengths of this kind of layer, by the names of `attention`.
     """
+    if "max_length_q" in options:  # from 5.19 on the cache knows the kind of a layer itself
+        options["block_table"] = block_table
+        key, value = cache.update(key, value, module.layer_idx, kwargs=options)
+        pages = (options.pop(name, None) for name in ("k_cache", "v_cache", "block_table"))
+        return *pages, key, value
     kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
     for x in "qk":
         options[f"max_length_{x}"] = options.pop(f"max_seqlen_{x}")
     for name in ("cu_seq_lens_k", "max_length_k"):
         if isinstance(options[name], dict):
             options[name] = options[name][kind]
+    if block_table is not None and hasattr(cache, "get_cache_for_block_table"):  # 5.18
+        group, *pages = cache.get_cache_for_block_table(module.layer_idx)
+        return *pages, block_table[group], key, value
     if block_table is not None:
         group, layer = cache.layer_index_to_group_indices[module.layer_idx]
         shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)

@@ -1,6 +1,7 @@
 """transformers' continuous batching on "cupy_attention": the tokens of eager attention."""
 
 import inspect
+import types
 
 import pytest
 
@@ -103,6 +104,90 @@ def test_block_tables(name, calls, monkeypatch):
     assert batched_tokens(model, max_blocks_per_request=8) == right
     with_table = [options for options in calls if options.get("block_table") is not None]
     assert 0 < len(with_table) < len(calls)
+
+
+PAGE, BEFORE = 4, (5, 2)  # tokens of a page, and those of each of two sequences in the cache
+KIND = "full_attention"
+
+
+class Cache17:
+    """The pages of a layer, by the interface of transformers 5.17; 5.18 and 5.19 have others."""
+
+    layer_index_to_group_indices = {0: (0, 0)}
+    block_size, num_key_value_heads, head_dim = PAGE, 2, 8
+
+    def __init__(self):
+        rows = [torch.randn(5 * PAGE, 2, 8) for _ in range(2)]
+        self.key_cache, self.value_cache = ([x] for x in rows)
+
+    def update(self, key, value, layer, read_index, write_index):
+        for rows, new in ((self.key_cache[layer], key), (self.value_cache[layer], value)):
+            rows[write_index[0]] = new[0].transpose(0, 1)
+        return self.key_cache[layer][read_index[0]], self.value_cache[layer][read_index[0]]
+
+
+class Cache18(Cache17):
+    layer_index_to_group_indices = None
+
+    def get_cache_for_block_table(self, layer):
+        return 0, *(x[layer].view(-1, PAGE, 2, 8) for x in (self.key_cache, self.value_cache))
+
+
+class Cache19(Cache18):
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        for name in ("cu_seq_lens_k", "max_length_k"):
+            kwargs[name] = kwargs[name][KIND]
+        if kwargs["block_table"] is not None:
+            _, *pages = self.get_cache_for_block_table(layer_idx)
+            kwargs["k_cache"], kwargs["v_cache"] = pages
+            kwargs["block_table"] = kwargs["block_table"][0]
+            return key_states, value_states
+        where = kwargs["read_index"], kwargs["write_index"]
+        whole = super().update(key_states, value_states, layer_idx, *where)
+        return (x.transpose(0, 1)[None] for x in whole)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("kind", [Cache17, Cache18, Cache19])
+def test_caches_of_older_versions(kind, paged):
+    """A new token of each of two sequences, by indices of rows and by a table of pages."""
+    torch.manual_seed(0)
+    cache, table = kind(), torch.tensor([[3, 1], [2, 4]], dtype=torch.int32)
+    rows = [[int(table[b, j // PAGE]) * PAGE + j % PAGE for j in range(n + 1)]
+            for b, n in enumerate(BEFORE)]  # fmt: skip
+    q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
+    expected = []
+    for b in range(2):
+        keys, values = (x[0][rows[b]].transpose(0, 1) for x in (cache.key_cache, cache.value_cache))
+        keys[:, -1], values[:, -1] = k[0, :, b], v[0, :, b]
+        keys, values = (x.repeat_interleave(2, 0) for x in (keys, values))
+        one = torch.nn.functional.scaled_dot_product_attention(q[0, :, b, None], keys, values)
+        expected.append(one[:, 0])
+    name = "length" if kind is Cache19 else "seqlen"
+    ends = torch.tensor([0, 6, 9], dtype=torch.int32)
+    options = {"cache": cache, "cu_seq_lens_q": torch.tensor([0, 1, 2], dtype=torch.int32)}
+    options |= {"cu_seq_lens_k": {KIND: ends}, f"max_{name}_q": 1, f"max_{name}_k": {KIND: 6}}
+    options["read_index"] = [torch.tensor(rows[0] + rows[1])]
+    options["write_index"] = [torch.tensor([rows[0][-1], rows[1][-1]])]
+    options["block_table"] = table[None] if paged else None
+    module = types.SimpleNamespace(layer_idx=0, sliding_window=None, is_causal=True)
+    step = transformers_continuous.continuous_attention
+    out, _ = step(ours.attention, module, q, k, v, None, **options)
+    torch.testing.assert_close(out[0], torch.stack(expected), rtol=1e-5, atol=1e-5)
+    for x, new in ((cache.key_cache, k), (cache.value_cache, v)):
+        assert torch.equal(x[0][[rows[0][-1], rows[1][-1]]], new[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", transformers_continuous.UNPAGED)
+def test_what_block_tables_have_no_place_for(name):
+    """Nothing that changes scores is lost on the way to the pages."""
+    q, k = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
+    pages, table = torch.zeros(2, PAGE, 2, 8), torch.zeros(1, 1, dtype=torch.int32)
+    options = {"block_table": table, "k_cache": pages, "v_cache": pages.clone()}
+    options |= {"read_index": [], "cu_seq_lens_k": torch.tensor([0, 1], dtype=torch.int32)}
+    step = transformers_continuous.continuous_attention
+    with pytest.raises(NotImplementedError, match=f"with a block table.*got {name}"):
+        step(ours.attention, None, q, k, k, None, **options, **{name: torch.zeros(1)})
 
 
 def test_the_second_name_is_for_continuous_batching(calls):

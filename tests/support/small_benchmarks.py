@@ -174,8 +174,8 @@ BENCHMARKS = {
         },
     ),
     "engine": Small(
-        "--models tiny --dtype float32 --steps 3 --impls cupyflash transformers-compile",
-        2 * 2 + 2 + 1,
+        "--models tiny --dtype float32 --steps 3",
+        2 * 2 + 2 + 3,
         {
             "engine.engine.DECODE": ((1, 20), (3, 40)),
             "engine.engine.PREFILL": 100,
