@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import pytest
@@ -106,6 +106,12 @@ def select(library: str | None = None, device: str | None = None) -> list[Target
 def each(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:
     """Parametrises a test over :func:`select`."""
     return _each(select(library, device))
+
+
+def each_marked(names: Iterable[str], same: Container[str]) -> list:
+    """Parameters, of which those in ``same`` do not run again with a forced backend."""
+    mark = pytest.mark.no_backend
+    return [pytest.param(name, marks=mark if name in same else ()) for name in names]
 
 
 def each_library(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:
