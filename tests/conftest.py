@@ -3,6 +3,7 @@
 """
 
 import datetime
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -149,6 +150,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not _left_out(item)]
     items.sort(key=lambda item: item.path.stem[5:] not in LONGEST)
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish():
+    """Collections of garbage pass over the modules and the tests, which are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def _left_out(item):
