@@ -32,7 +32,10 @@ NO_BACKEND = ("baselines", "bench", "group_norm", "jit", "norm", "repository")
 LARGE_POOL = 2**30  # bytes that nobody uses
 MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
 # Tests of ten seconds to two minutes.
-LONGEST = ("emulator", "compiled_calls", "types", "turns", "paged_decode", "sanitizer")
+LONGEST = (
+    *("emulator", "compiled_calls", "types", "turns", "paged_decode", "paged_prefill", "sanitizer"),
+    *("compile", "docs", "operations_at_once", "score_texts", "unknown_sizes", "compiled_sdpa"),
+)
 GPU_REPORT_SCRIPT = ROOT / ".ci" / "gpu_report.py"
 
 
@@ -148,8 +151,22 @@ def pytest_collection_modifyitems(config, items):
     """
     left_out = [item for item in items if _left_out(item)]
     items[:] = [item for item in items if not _left_out(item)]
-    items.sort(key=lambda item: item.path.stem[5:] not in LONGEST)
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = _longest_first(items, workers)
     config.hook.pytest_deselected(items=left_out)
+
+
+def _longest_first(items, workers):
+    """The longest tests first in each of the equal stretches that workers of pytest-xdist get."""
+    others = [item for item in items if item.path.stem[5:] not in LONGEST]
+    longest = [item for item in items if item.path.stem[5:] in LONGEST]
+    found = []
+    for number in range(workers):
+        found += longest[number::workers]
+        room = max((number + 1) * len(items) // workers - len(found), 0)
+        found += others[:room]
+        del others[:room]
+    return found
 
 
 def pytest_collection_finish():
