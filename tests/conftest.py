@@ -28,7 +28,7 @@ EMULATED_TESTS = [  # of results, whose tensors may come from the CPU
     *("triangle", "turns", "varlen", "whole_heads"),
 ]
 # Folders of which a forced backend changes nothing; .ci/gpu_report.py has them too.
-NO_BACKEND = ("baselines", "bench", "group_norm", "jit", "norm", "repository")
+NO_BACKEND = ("baselines", "bench", "block", "diffusion", "group_norm", "jit", "norm", "repository")
 LARGE_POOL = 2**30  # bytes that nobody uses
 MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
 # Tests of ten seconds to two minutes.
