@@ -31,7 +31,7 @@ LOADED = re.compile(r"^(?:from|import) +(\w+)", re.M)  # without the imports ins
 RUNS = ("default", "sm80", "simt")  # the backends that are forced; one run forces none
 # Folders of which a forced backend changes nothing, so that such runs leave them out; they are in
 # tests/conftest.py too.
-NO_BACKEND = ("baselines", "bench", "group_norm", "jit", "norm", "repository")
+NO_BACKEND = ("baselines", "bench", "block", "diffusion", "group_norm", "jit", "norm", "repository")
 
 Report = dict[str, dict]
 

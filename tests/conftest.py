@@ -3,6 +3,7 @@
 """
 
 import datetime
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -27,11 +28,14 @@ EMULATED_TESTS = [  # of results, whose tensors may come from the CPU
     *("triangle", "turns", "varlen", "whole_heads"),
 ]
 # Folders of which a forced backend changes nothing; .ci/gpu_report.py has them too.
-NO_BACKEND = ("baselines", "bench", "group_norm", "jit", "norm", "repository")
+NO_BACKEND = ("baselines", "bench", "block", "diffusion", "group_norm", "jit", "norm", "repository")
 LARGE_POOL = 2**30  # bytes that nobody uses
 MOST_WORKERS = 16  # each has torch in memory, and more have no tests left
 # Tests of ten seconds to two minutes.
-LONGEST = ("emulator", "compiled_calls", "types", "turns", "paged_decode", "sanitizer")
+LONGEST = (
+    *("emulator", "compiled_calls", "types", "turns", "paged_decode", "paged_prefill", "sanitizer"),
+    *("compile", "docs", "operations_at_once", "score_texts", "unknown_sizes", "compiled_sdpa"),
+)
 GPU_REPORT_SCRIPT = ROOT / ".ci" / "gpu_report.py"
 
 
@@ -141,14 +145,34 @@ def _shrink_torch(torch):
 def pytest_collection_modifyitems(config, items):
     """Leave out what cannot run here; the summary says so in one line for each reason.
 
-    A run of a forced backend leaves out the CPU too, and the folders `NO_BACKEND`. A run with
-    emulated kernels leaves out all but `EMULATED_TESTS`. The longest begin first, or one core would
-    wait for them at the end.
+    A run of a forced backend leaves out what the run without one has found, see `_same_if_forced`.
+    A run with emulated kernels leaves out all but `EMULATED_TESTS`. The longest begin first, or one
+    core would wait for them at the end.
     """
     left_out = [item for item in items if _left_out(item)]
     items[:] = [item for item in items if not _left_out(item)]
-    items.sort(key=lambda item: item.path.stem[5:] not in LONGEST)
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = _longest_first(items, workers)
     config.hook.pytest_deselected(items=left_out)
+
+
+def _longest_first(items, workers):
+    """The longest tests first in each of the equal stretches that workers of pytest-xdist get."""
+    others = [item for item in items if item.path.stem[5:] not in LONGEST]
+    longest = [item for item in items if item.path.stem[5:] in LONGEST]
+    found = []
+    for number in range(workers):
+        found += longest[number::workers]
+        room = max((number + 1) * len(items) // workers - len(found), 0)
+        found += others[:room]
+        del others[:room]
+    return found
+
+
+def pytest_collection_finish():
+    """Collections of garbage pass over the modules and the tests, which are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def _left_out(item):
@@ -158,9 +182,20 @@ def _left_out(item):
         target = None
     if EMULATED and not (target and target.backend and item.path.stem[5:] in EMULATED_TESTS):
         return True
-    if FORCED and (item.path.parent.name in NO_BACKEND or (target and not target.gpu)):
+    if FORCED and (_same_if_forced(item) or (target and (target.backend or not target.gpu))):
         return True
     return bool(target and target.missing)
+
+
+def _same_if_forced(item):
+    """Whether a test does the same under CUPYFLASH_BACKEND as without it.
+
+    So do tests of the CPU, and those of a target with a backend: the fixture `target` forces it in
+    each run, and that without CUPYFLASH_BACKEND has the targets of all backends.
+    """
+    emulated = "emulated_kernels" in item.fixturenames  # by processes without the variable
+    marked = item.get_closest_marker("no_backend") is not None
+    return emulated or marked or item.path.parent.name in NO_BACKEND
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -202,7 +237,13 @@ def pytest_configure(config):
         # threads for each, most of the time would go into threads that wait for each other.
         for library in ("OMP", "OPENBLAS", "MKL"):
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
+        # So would those of Inductor, up to 32 for each process that compiles.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Inductor does not ask the C++ compiler about each set of instructions of the CPU, which takes
+    # a process longer than the code that it then compiles.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     config.addinivalue_line("markers", "large: needs 40 GB of free GPU memory, skipped without")
+    config.addinivalue_line("markers", "no_backend: the same whatever CUPYFLASH_BACKEND says")
     path = config.getoption("--gpu-report")
     if not path or hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its parent
         return
@@ -281,7 +322,8 @@ class GpuReport:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, exitstatus):
         """Comes before xdist waits for its workers to end, in which a time limit may strike."""
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        code = pytest.ExitCode  # the last of these where all tests were left out
+        if exitstatus in (code.OK, code.TESTS_FAILED, code.NO_TESTS_COLLECTED):
             self.write([file for file in self.results if file not in self.unfinished])  # no tests
         for file, tests in sorted(self.unfinished.items()):
             if tests:

@@ -160,6 +160,7 @@ def gradients(dout, q, k, v):
 
 @GPU
 @pytest.mark.parametrize("keys", [64, 8192], ids=["plain", "split"])
+@pytest.mark.no_backend
 @pytest.mark.parametrize("backend", backends())
 def test_lse_of_a_nan_row(backend, keys):
     """NaN in a query reaches its out and its LSE, and nothing else, also where keys are split."""
@@ -182,6 +183,7 @@ def test_lse_of_a_nan_row(backend, keys):
     [(2**18, 8, 1), (2**15, 1, 8), (2**15 + 1, 1, 8), (33000, 1, 8), (2**16, 2, 4)],
     ids=str,
 )
+@pytest.mark.no_backend
 @pytest.mark.parametrize("backend", backends())
 def test_many_packed_sequences(backend, count, length, heads):
     """As the same sequences in a batch of few at a time, both passes."""
@@ -231,6 +233,7 @@ def as_cupy(*tensors):
 
 
 @GPU
+@pytest.mark.no_backend
 @pytest.mark.parametrize("backend", backends())
 def test_many_padded_sequences(backend):
     """2^16 sequences with lengths of their own."""

@@ -45,6 +45,7 @@ def assert_repeats(call, repeats=REPEATS):
                 pytest.fail(f"{name} of call {number} differs by {difference}")
 
 
+@pytest.mark.no_backend
 @pytest.mark.parametrize("bias", BIASES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", HALF)
@@ -97,6 +98,7 @@ def test_options(backend, head_dim, options):
         )
 
 
+@pytest.mark.no_backend
 @pytest.mark.parametrize("dtype", [*HALF, "float32"])
 @pytest.mark.parametrize("nhwc", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize(

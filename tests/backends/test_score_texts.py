@@ -25,6 +25,7 @@ from cupyflash.ops.attention.simt.kernels import captures_kernel
 from cupyflash.ops.attention.sm80 import capture_gradients
 from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
 
+pytestmark = pytest.mark.no_backend  # each test says which it is about
 needs_torch = pytest.mark.skipif(not has("torch"), reason="needs torch")
 HERE = Path(__file__).parent
 TEXTS = ("alibi", "softcap", "table", "documents", "gate", "causal")

@@ -16,6 +16,7 @@ that the extras allow.
 """
 
 import functools
+import heapq
 import itertools
 import os
 import re
@@ -46,7 +47,6 @@ LIKE_SM80 = ((8, 6), (8, 9), (10, 0), (12, 0))  # its instructions and registers
 NEWEST = LIKE_SM80[2:]  # of which CI compiles every kernel, as their code is made in other ways
 OLDER = ((6, 0), (7, 0))  # what these spill is not looked at
 THOROUGH = compute_capability()[0] > 0
-PARTS = 6 if THOROUGH else 2  # for pytest-xdist
 
 
 def needs(config, capability):
@@ -87,8 +87,15 @@ def selection(name):
     everywhere = _union(n[1] for configs in offered.values() for n in configs.values())
     for capability, configs in offered.items():
         here = _union(n[0] for n in configs.values())
+        # What a kernel adds only shrinks: one that is still before the bounds of the others wins.
+        bounds = [(_cost(x, here, everywhere), i, c) for i, (c, x) in enumerate(configs.items())]
+        heapq.heapify(bounds)
         while here:
-            best = max(configs, key=functools.partial(_gain, configs, here, everywhere))
+            _, place, best = heapq.heappop(bounds)
+            bound = _cost(configs[best], here, everywhere), place
+            if bounds and bound > bounds[0][:2]:
+                heapq.heappush(bounds, (*bound, best))
+                continue
             selected[capability].append(best)
             here -= configs[best][0]
             everywhere -= configs[best][1]
@@ -101,9 +108,10 @@ def selection(name):
     return selected
 
 
-def _gain(configs, here, everywhere, config):
-    of_arch, of_all = configs[config]
-    return len(of_arch & here), len(of_all & everywhere)
+def _cost(needs, here, everywhere):
+    """Minus the numbers of needs that a kernel adds: here, and for all."""
+    of_arch, of_all = needs
+    return -len(of_arch & here), -len(of_all & everywhere)
 
 
 def _union(sets):
@@ -122,14 +130,22 @@ def faults(tasks, **options):
     ]
 
 
+def parts():
+    """(backend, capability, first, step): the kernels of a test, few enough for pytest-xdist."""
+    for backend, capability in itertools.product(SETS, CAPABILITIES):
+        hopper = (backend, capability) == ("sm90", (9, 0))
+        step = (24 if hopper else 6) if THOROUGH else 2
+        for first in range(step):
+            test = f"{backend}-{jit.arch_of(capability)}-{first}"
+            yield pytest.param(backend, capability, first, step, id=test)
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=jit.arch_of)
-@pytest.mark.parametrize("backend", SETS)
-def test_compile(backend, capability, part):
+@pytest.mark.parametrize(("backend", "capability", "first", "step"), list(parts()))
+def test_compile(backend, capability, first, step):
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
-    configs = selection(backend)[capability][part::PARTS]
+    configs = selection(backend)[capability][first::step]
     tasks = [(config, jit.arch_of(capability)) for config in configs]
     # Under pytest-xdist the tests are what runs in parallel.
     jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None

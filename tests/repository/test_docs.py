@@ -40,17 +40,19 @@ def processes():
     """Lists of blocks that share a process, as parameters of a test.
 
     Those of README, and those that need a GPU or a package that is not here, are alone. All others
-    share one, since importing torch takes longer than most of them.
+    share one, since importing torch takes longer than most of them; where there is a GPU, and so
+    usually more than two cores, those of a page do.
     """
-    together = []
+    together = {}
     for path in (README, *DOCS.values()):
         for block in blocks_of(path, "python"):
             name, code = block
             if path == README or NEEDS_A_GPU in code or missing(code):
                 yield pytest.param([block], id=name)
             elif HOOK not in code:
-                together.append(block)
-    yield pytest.param(together, id="pages")
+                page = path.stem if compute_capability()[0] else "pages"
+                together.setdefault(page, []).append(block)
+    yield from (pytest.param(blocks, id=page) for page, blocks in together.items())
 
 
 def missing(code):

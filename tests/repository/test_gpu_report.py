@@ -236,6 +236,15 @@ def test_a_crash_and_a_file_that_cannot_be_imported_are_failures(project):
     assert found["tests/two/test_c.py"]["failed"] == ["tests/two/test_c.py"]
 
 
+@pytest.mark.parametrize("exitstatus", pytest.ExitCode)
+def test_a_file_whose_tests_were_all_left_out(project, exitstatus):
+    """It has no result where tests were not collected, as in a run that was interrupted."""
+    codes = pytest.ExitCode
+    ended = exitstatus in (codes.OK, codes.TESTS_FAILED, codes.NO_TESTS_COLLECTED)
+    found, _ = run(project, exitstatus=exitstatus)
+    assert list(found) == ["tests/two/test_c.py"] * ended
+
+
 def test_the_end_of_a_run(project):
     first, second = "tests/one/test_a.py::test_1", "tests/one/test_a.py::test_2"
     reports = [outcome(first, "setup", skipped=True), outcome(first, "teardown")]

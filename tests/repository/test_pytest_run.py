@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
@@ -70,3 +71,16 @@ def test_number_of_processes(monkeypatch, capability, numprocesses, source, othe
     conftest.pytest_cmdline_main(config)
     expected = None if capability and numprocesses == "auto" else numprocesses
     assert config.option.numprocesses == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("longest", ["", "d", "bde", "abcdefg"])
+def test_the_longest_tests_begin_every_stretch(monkeypatch, workers, longest):
+    """Each worker has its share of them, and no test is lost."""
+    monkeypatch.setattr(conftest, "LONGEST", tuple(longest))
+    items = [SimpleNamespace(path=Path(f"test_{name}.py")) for name in "abcdefg"]
+    found = conftest._longest_first(items, workers)
+    assert sorted(map(id, found)) == sorted(map(id, items))
+    names = [item.path.stem[5:] for item in found]
+    starts = [number * len(items) // workers for number in range(workers)]
+    assert all(names[start] in longest for start in starts[: len(longest)])

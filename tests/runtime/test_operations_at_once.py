@@ -8,14 +8,26 @@ import threading
 
 import pytest
 from devices import delay, new_stream
-from matrix import each, each_library
-from operations import OPERATIONS, copies, equal
+from matrix import each_library, each_marked, libraries, select
+from operations import NO_BACKEND, OPERATIONS, copies, equal
 
 from cupyflash.runtime.scratch import no_garbage_collected
 from cupyflash.testing import to_numpy64
 
 THREADS = 8
-each_operation = pytest.mark.parametrize("name", OPERATIONS)
+each_operation = pytest.mark.parametrize("name", each_marked(OPERATIONS, NO_BACKEND))
+
+
+def each(**where):
+    """Parametrises a test over all operations, on each target those that come in backends."""
+    parameters = []
+    for name in OPERATIONS:
+        of_backends = name not in NO_BACKEND
+        marks = () if of_backends else pytest.mark.no_backend
+        for target in (select if of_backends else libraries)(**where):
+            test = f"{name}-{target.name}"
+            parameters.append(pytest.param(target, name, marks=marks, id=test))
+    return pytest.mark.parametrize(("target", "name"), parameters, indirect=["target"])
 
 
 def own_stream(target):
@@ -23,7 +35,6 @@ def own_stream(target):
 
 
 @each()
-@each_operation
 def test_eight_threads(target, name):
     """Each with values of its own, all of a shape that nobody has a plan for yet."""
     if not target.gpu and any(word in name for word in ("long", "few queries", "many rows")):
@@ -52,7 +63,6 @@ def test_eight_threads(target, name):
 
 
 @each(device="cuda")
-@each_operation
 def test_two_streams(target, name):
     """Launches that wait in two streams, and then run side by side."""
     problems = [OPERATIONS[name](target, seed) for seed in (0, 1)]
@@ -159,7 +169,6 @@ def allocated_later(target):
 
 
 @each(device="cuda")
-@each_operation
 def test_graph_replayed_after_other_allocations(target, name):
     """It reads the values of the day, and writes to nothing but its results."""
     arrays, call = OPERATIONS[name](target, 0)

@@ -19,6 +19,7 @@ BESIDE += "|flash_decode|dropout_add|gate"
 TOOLS = pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 
 
+@pytest.mark.no_backend
 @each_library(library="cupy", device="cuda")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_sanitizer_of_transformer_blocks(target, dtype, record_property):

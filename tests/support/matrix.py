@@ -1,9 +1,10 @@
 """All parametrisations of tests are made here: the targets and the cases that a test runs on."""
 
 import dataclasses
+import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import pytest
@@ -12,27 +13,28 @@ from targets import TARGETS, Target, compute_capability
 
 def pairwise(values: dict[str, list], seed: int = 0) -> list[dict[str, Any]]:
     """Points such that any two values of two fields occur together in one of them; greedy."""
+    places = _pairwise(tuple(map(len, values.values())), seed)
+    return [{name: values[name][index] for name, index in zip(values, point)} for point in places]
+
+
+@functools.cache
+def _pairwise(sizes: tuple[int, ...], seed: int) -> list[list[int]]:
+    """The places of the values in their lists, for fields of so many values."""
     rng = random.Random(seed)
-    names = list(values)
-    pairs = list(itertools.combinations(range(len(names)), 2))
-    open_pairs = {
-        (a, i, b, j)
-        for a, b in pairs
-        for i in range(len(values[names[a]]))
-        for j in range(len(values[names[b]]))
-    }
+    pairs = list(itertools.combinations(range(len(sizes)), 2))
+    open_pairs = {(a, i, b, j) for a, b in pairs for i in range(sizes[a]) for j in range(sizes[b])}
     points = []
     while open_pairs:
         a, i, b, j = min(open_pairs)
         best: tuple[int, list[int]] = (-1, [])
         for _ in range(40):
-            point = [rng.randrange(len(values[name])) for name in names]
+            point = [rng.randrange(size) for size in sizes]
             point[a], point[b] = i, j
             gain = sum((x, point[x], y, point[y]) in open_pairs for x, y in pairs)
             best = max(best, (gain, point))
         point = best[1]
         open_pairs -= {(x, point[x], y, point[y]) for x, y in pairs}
-        points.append({name: values[name][index] for name, index in zip(names, point)})
+        points.append(point)
     return points
 
 
@@ -106,6 +108,12 @@ def select(library: str | None = None, device: str | None = None) -> list[Target
 def each(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:
     """Parametrises a test over :func:`select`."""
     return _each(select(library, device))
+
+
+def each_marked(names: Iterable[str], same: Container[str]) -> list:
+    """Parameters, of which those in ``same`` do not run again with a forced backend."""
+    mark = pytest.mark.no_backend
+    return [pytest.param(name, marks=mark if name in same else ()) for name in names]
 
 
 def each_library(library: str | None = None, device: str | None = None) -> pytest.MarkDecorator:

@@ -15,7 +15,7 @@ import cupyflash  # noqa: E402
 NO_GPU = pytest.mark.skipif(
     not (torch.cuda.is_available() and compute_capability()[0]), reason="no GPU"
 )
-DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.no_backend), pytest.param("cuda", marks=NO_GPU)]
 ROWS, HEADS, HEAD_DIM = 20, 4, 16
 WIDTH = HEADS * HEAD_DIM
 
