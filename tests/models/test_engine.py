@@ -2,9 +2,11 @@
 
 import collections
 import concurrent.futures
+import gc
 import sys
 import time
 import types
+import weakref
 
 import numpy
 import pytest
@@ -332,6 +334,28 @@ def test_requests_of_another_engine():
             engine.step()
         assert [request.tokens] == good
         engines[1].cancel(request)  # it has ended
+
+
+def test_streams_that_python_frees_in_a_step(monkeypatch):
+    """A stream in a cycle is freed, and so cancelled, at any place in the code."""
+    engine = Engine(Small(next(x for x in TARGETS if x.library == "numpy")), page_size=2)
+    given, sampling = [[1, 2, 3], [4, 5, 6], [7, 8, 9]], Sampling(1.5, seed=3)
+    good = engine.generate(given, 12, sampling, stop_tokens=-1)
+    left = engine.stream([[9, 9, 9]], 12, sampling, stop_tokens=-1)
+    next(left)
+    requests = [
+        engine.submit(x, 12, sampling, stop_tokens=-1, number=i) for i, x in enumerate(given)
+    ]
+    engine.step()
+    freed, take = weakref.ref(left), engine.pool.take
+    cycle = [left]
+    cycle.append(cycle)
+    del left, cycle
+    monkeypatch.setattr(engine.pool, "take", lambda count: (take(count), gc.collect())[0])
+    while engine.busy:
+        engine.step()
+    assert freed() is None and [x.tokens for x in requests] == good
+    assert engine.pool.free == engine.pool.pages - 1
 
 
 def test_threads():

@@ -9,7 +9,7 @@ from typing import Any
 from ...ops.decode.sampling import GREEDY, Sampling
 from ...runtime.checks import integer_within, short
 from .decoder import Decoder
-from .pool import PagePool
+from .pool import PagePool, pages_that_fit
 from .request import (
     Request,
     check_ends,
@@ -24,8 +24,6 @@ from .scheduler import Scheduler
 
 PAGE_SIZE = 64
 MAX_BATCH = 64
-MEMORY_PART = 0.85  # of what is free; the rest is for what steps compute
-CPU_TOKENS = 2**15  # in the pages of an engine on the CPU, where nobody knows what is free
 
 
 class Engine:
@@ -72,7 +70,7 @@ class Engine:
         max_batch = whole("max_batch", max_batch, 1, 2**16)
         length = most if max_length is None else whole("max_length", max_length, 1, most)
         if pages is None:
-            pages = _pages(model, page_size, max_batch, length)
+            pages = pages_that_fit(model, page_size, max_batch, length)
         pages = whole("pages", pages, 2, 2**31 - 1)
         config, room = model.config, (pages - 1) * page_size
         self.model, self.max_length = model, min(length, room)
@@ -84,7 +82,9 @@ class Engine:
         self.decoder = Decoder(model, self.pool, max_batch, widest, graphs, num_splits)
         # The requests of each step whose tokens nobody has read, and what waits for these.
         self._unread: collections.deque[tuple[list[Request], Callable[[], list[int]]]]
-        self._unread, self._lock, self._steps = collections.deque(), threading.RLock(), False
+        self._unread, self._lock = collections.deque(), threading.RLock()
+        # Whether a step goes on, and the requests that leave when it has ended.
+        self._steps, self._leaving = False, list[Request]()
 
     @property
     def busy(self) -> bool:
@@ -167,6 +167,8 @@ class Engine:
                 self._unread.clear()
                 raise
             finally:
+                while self._leaving:
+                    self.scheduler.leave(self._leaving.pop())
                 self._steps = False
 
     def _step(self) -> list[Request]:
@@ -189,6 +191,8 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request; nothing happens to one that has ended.
 
+        A stream that nobody has does so when Python frees it, perhaps in the midst of a step.
+
         Raises:
             ValueError: a request of another engine.
         """
@@ -198,7 +202,10 @@ class Engine:
             if request not in self._going():
                 raise ValueError("cancel: request must be one of this engine, got another's")
             request.reason = "cancelled"
-            self.scheduler.leave(request)
+            if self._steps:
+                self._leaving.append(request)
+            else:
+                self.scheduler.leave(request)
 
     def _going(self) -> list[Request]:
         """The requests that have not ended, and perhaps some that have."""
@@ -284,16 +291,3 @@ class Engine:
                     self.scheduler.leave(request)
         self._unread.popleft()
         return changed
-
-
-def _pages(model: Any, page_size: int, max_batch: int, length: int) -> int:
-    """The pages that fit, and no more than the requests can have."""
-    from .devices import device_of
-
-    config, device = model.config, device_of(model.like)
-    with device.current():
-        free = device.free_memory()
-    of_token = 2 * config.layers * config.heads_kv * config.head_dim * model.like.itemsize
-    most = max_batch * -(-length // page_size)
-    tokens = CPU_TOKENS if free is None else int(MEMORY_PART * free) // of_token
-    return 1 + min(most, max(1, tokens // page_size))
