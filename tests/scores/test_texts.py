@@ -209,6 +209,7 @@ def helper(query, key):
         (lambda s, b, h, q, k: s + TABLE[h][k] + TABLE[h, q + 1], "score + TABLE(head, key) + TABLE(head, query + 1)"),
         (lambda s, b, h, q, k: 50 * numpy.tanh(s / 50), "50.0 * tanh(score / 50.0)"),
         (lambda s, b, h, q, k: s * N + q / 2, "score * n1 + query / 2.0"),
+        (lambda s, b, h, q, k: s + q / (k + 1) - 1 / (k + N), "score + float(query) / (key + 1) - 1.0 / (key + n1)"),
         (lambda s, b, h, q, k: -s if N else s, "-score"),
         (lambda s, b, h, q, k: numpy.where((q >= k) & ~(k == 3), s, -numpy.inf), "where(query >= key && !(key == 3), score, -INF)"),
         (lambda s, b, h, q, k: s + (q // 16 == k // 16), "score + (floor_div(query, 16) == floor_div(key, 16))"),
