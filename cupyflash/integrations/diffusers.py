@@ -94,7 +94,7 @@ def _shard(
         part, move = (ulysses, "heads") if ring.size() == 1 else (ring, "keys")
         return parallel.Shard(lengths, part, zigzag=False), move
     both = mesh["ring", "ulysses"]
-    groups = [both.get_group("ring"), both.get_group("ulysses")]
+    pair = [both.get_group("ring"), both.get_group("ulysses")]
     names = ("keys", "heads")
-    both = DeviceMesh.from_group(groups, both.device_type, mesh=both.mesh, mesh_dim_names=names)
+    both = DeviceMesh.from_group(pair, both.device_type, mesh=both.mesh, mesh_dim_names=names)
     return parallel.Shard(lengths, both, zigzag=False), "auto"
