@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import parallel
@@ -71,22 +72,29 @@ def attention(
         if x:
             fact = f"{name} is not built over several ranks, allowed is none"
             raise NotImplementedError(f"{FUNCTION}: {fact}, got one")
-    shard, move = _shard(config._mesh, query.shape[1])
+    mesh = config._mesh
+    shard, move = _shard(mesh, tuple(mesh.get_all_groups()), query.shape[1])
     tensors = (x.transpose(1, 2) for x in (query, key, value))
     options = {"scale": scale, "dropout_p": dropout_p}
     return attention_of_rows(FUNCTION, Context(shard, move), *tensors, **options)
 
 
 @functools.lru_cache(maxsize=64)
-def _shard(mesh: DeviceMesh, tokens: int) -> tuple[parallel.Shard, str]:
-    """The shard of as many tokens on each rank, and the move; every rank makes the same ones."""
+def _shard(
+    mesh: DeviceMesh, groups: tuple[ProcessGroup, ...], tokens: int
+) -> tuple[parallel.Shard, str]:
+    """The shard of as many tokens on each rank, and the move; every rank makes the same ones.
+
+    Args:
+        groups: of the mesh, which is equal to one whose groups have been destroyed.
+    """
     ring, ulysses = mesh["ring"], mesh["ulysses"]
     lengths = [tokens * ring.size() * ulysses.size()]
     if ring.size() == 1 or ulysses.size() == 1:
         part, move = (ulysses, "heads") if ring.size() == 1 else (ring, "keys")
         return parallel.Shard(lengths, part, zigzag=False), move
     both = mesh["ring", "ulysses"]
-    groups = [both.get_group("ring"), both.get_group("ulysses")]
+    pair = [both.get_group("ring"), both.get_group("ulysses")]
     names = ("keys", "heads")
-    both = DeviceMesh.from_group(groups, both.device_type, mesh=both.mesh, mesh_dim_names=names)
+    both = DeviceMesh.from_group(pair, both.device_type, mesh=both.mesh, mesh_dim_names=names)
     return parallel.Shard(lengths, both, zigzag=False), "auto"

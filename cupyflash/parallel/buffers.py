@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .context import context
@@ -58,7 +59,7 @@ def context_parallel(
     if tokens != {sum(lengths)}:
         fact = f"buffers must have the {sum(lengths)} tokens of all sequences"
         raise ValueError(f"{FUNCTION}: {fact}, got {sorted(tokens)}")
-    shard = _shard(mesh, lengths)
+    shard = _shard(mesh, tuple(mesh.get_all_groups()), lengths)
     given = [None if any(x is y for y in kept) else x.detach().clone() for x in buffers]
     for buffer, dim in zip(buffers, dims):
         _put(buffer, shard.take(buffer.detach(), dim))
@@ -72,8 +73,12 @@ def context_parallel(
 
 
 @functools.lru_cache(maxsize=64)
-def _shard(mesh: DeviceMesh, lengths: tuple[int, ...]) -> Shard:
-    """The shard of these lengths; every rank enters the same blocks, and so makes the same ones."""
+def _shard(mesh: DeviceMesh, groups: tuple[ProcessGroup, ...], lengths: tuple[int, ...]) -> Shard:
+    """The shard of these lengths; every rank enters the same blocks, and so makes the same ones.
+
+    Args:
+        groups: of the mesh, which is equal to one whose groups have been destroyed.
+    """
     return Shard(lengths, mesh)
 
 

@@ -117,7 +117,8 @@ class Shard:
         """A tensor from the array that ``make`` returns, kept for each device."""
         key = (name, torch.device(device))
         if key not in self.kept:
-            self.kept[key] = torch.from_numpy(make()).to(device)
+            with torch.inference_mode(False):  # later calls may record a gradient
+                self.kept[key] = torch.from_numpy(make()).to(device)
         return self.kept[key]
 
 

@@ -44,7 +44,6 @@ from .array import Array
 POOL_SIZE = 8192  # the number of launches or streams of a device that have counters of their own
 WIDE_POOL_SIZE = 2048  # the same of those that need more than `COUNTERS`
 MAX_STREAMS = POOL_SIZE // 2  # streams that have counters; the rest is left to captured launches
-MAX_WORKSPACES = 32  # workspaces of a device's streams, for kernels that need more than counters
 COUNTERS = 64  # neighbouring counters of a launch; most kernels use only the first
 _LEGACY_STREAM = 1  # cudaStreamLegacy; 0 is another name of it
 pack_pointer = struct.Struct("Q").pack
@@ -52,6 +51,7 @@ NULL = pack_pointer(0)  # blocks without a counter take turns
 _SEMAPHORE_BYTES = 64  # sem_t has 16 to 32
 _MOVE = _NO_DESTRUCTOR_SYNC = 1  # CU_GRAPH_USER_OBJECT_MOVE, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
 _ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_collecting, _collected = threading.Lock(), list[bool]()  # for each `no_garbage_collected`
 
 
 def is_capturing(stream: int) -> bool:
@@ -81,18 +81,20 @@ def stream_number(stream: int) -> int:
 
 @contextlib.contextmanager
 def no_garbage_collected() -> Iterator[None]:
-    """Context for the capture of a graph.
+    """Context for the capture of a graph; several threads may be in it.
 
     Memory of CuPy that is part of a cycle, as that of a model may be, is freed by Python's garbage
     collector, and cudaFree is an error that ends the capture.
     """
-    enabled = gc.isenabled()
-    gc.disable()
+    with _collecting:
+        _collected.append(gc.isenabled())  # only the first one can be True
+        gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        with _collecting:
+            if _collected.pop():
+                gc.enable()
 
 
 def when_graph_is_gone(stream: int, release: Callable[[], None]) -> None:
@@ -203,9 +205,8 @@ def _semaphore_of(graph: int) -> int:
     create = driver.function("cuUserObjectCreate", c_void_p, c_void_p, c_void_p, c_uint, c_uint)
     retain = driver.function("cuGraphRetainUserObject", c_void_p, c_void_p, c_uint, c_uint)
     post = ctypes.cast(library.sem_post, c_void_p)
-    error = create(ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC) or retain(
-        graph, user_object, 1, _MOVE
-    )
+    error = create(ctypes.byref(user_object), semaphore, post, 1, _NO_DESTRUCTOR_SYNC)
+    error = error or retain(graph, user_object, 1, _MOVE)
     if error:
         raise RuntimeError(f"cupyflash: a CUDA graph cannot hold memory, CUDA error {error}")
     return semaphore

@@ -194,6 +194,21 @@ def check_beside_options(folder: Path, backend: str) -> None:
         check("softcap", inputs, {}, {}, right, kernel="flash_fwd_combine_sm90")
 
 
+def check_falling_scores(folder: Path, backend: str) -> None:
+    """Dropout beside a score that falls where q k^T grows: that of -q, once more negated."""
+    dtype = "float32" if backend in ("simt", "fp16x3") else "bfloat16"
+    options, seed = {"dropout_p": 0.3}, torch.tensor([5])
+    for head_dim in (64,) if backend == "fp16x3" else (64, 160):
+        lengths = {"batch": 1, "seqlen_q": 70, "seqlen_k": 150, "heads_q": 2}
+        inputs = make_inputs("torch", dtype, head_dim=head_dim, **lengths)
+        negated = dataclasses.replace(inputs, q=-inputs.q)
+        with emulator.hopper(folder) as launched, environment.override(backend=backend):
+            results = run(Case(Text("-score", "", ()), {}), negated, **options, dropout_seed=seed)
+        print(f"falling score, {dtype}, {head_dim}: {', '.join(launched)}")
+        results["dq"] = -results["dq"]
+        reference(inputs, **options, dropout_seed=5).check(**results)
+
+
 def check_tiles(folder: Path) -> None:
     """Tiles that the mask hides are not read, and their bits are found once."""
     shape = {"batch": 2, "seqlen_q": 300, "seqlen_k": 700, "heads_q": 2, "heads_kv": 1}
@@ -302,6 +317,7 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_texts(Path(sys.argv[1]), sys.argv[2])
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
+    check_falling_scores(Path(sys.argv[1]), sys.argv[2])
     check_gradients_beside_options(Path(sys.argv[1]), sys.argv[2])
     check_gradients_of_packed(Path(sys.argv[1]), sys.argv[2])
     if sys.argv[2] in ("sm90", "fp16x3"):  # which add to the gradients by other kernels

@@ -1,7 +1,12 @@
 """The engine: requests beside each other get what they get alone; on every library."""
 
 import collections
+import concurrent.futures
+import gc
+import sys
+import time
 import types
+import weakref
 
 import numpy
 import pytest
@@ -294,6 +299,93 @@ def test_a_step_that_fails(target, monkeypatch, call):
     assert {x.reason for x in requests} == {"cancelled"}
     assert not engine.busy and engine.pool.free == engine.pool.pages - 1
     assert engine.generate(given, 9, stop_tokens=-1) == good
+
+
+def test_requests_whose_tokens_nobody_has_read(monkeypatch):
+    """End with a step that fails, though they have no pages any more."""
+    engine = Engine(Small(next(x for x in TARGETS if x.library == "numpy")))
+    last = engine.submit([1, 2], 1, stop_tokens=-1)
+    engine.step()
+    beside = engine.submit([3], 5)
+    monkeypatch.setattr(engine.model, "logits", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.undo()
+    assert last.reason == beside.reason == "cancelled" and not engine.busy
+    stop = types.SimpleNamespace(end=lambda tokens: engine.step())
+    requests = [engine.submit([1, 2], 1, stop_tokens=-1, stop=x) for x in (None, stop, None)]
+    with pytest.raises(RuntimeError, match="^step: stop.end cannot take a step of its engine"):
+        while engine.busy:
+            engine.step()
+    assert [x.reason for x in requests] == ["length", "cancelled", "cancelled"]
+
+
+def test_requests_of_another_engine():
+    model = Small(next(x for x in TARGETS if x.library == "numpy"))
+    engines = [Engine(model, page_size=8) for _ in range(2)]
+    good = engines[0].generate([[1, 2, 3]], 9, stop_tokens=-1)
+    requests = [engine.submit([1, 2, 3], 9, stop_tokens=-1) for engine in engines]
+    for engine in engines:
+        engine.step()
+    with pytest.raises(ValueError, match="^cancel: request must be one of this engine"):
+        engines[1].cancel(requests[0])
+    for engine, request in zip(engines, requests):
+        while engine.busy:
+            engine.step()
+        assert [request.tokens] == good
+        engines[1].cancel(request)  # it has ended
+
+
+def test_streams_that_python_frees_in_a_step(monkeypatch):
+    """A stream in a cycle is freed, and so cancelled, at any place in the code."""
+    engine = Engine(Small(next(x for x in TARGETS if x.library == "numpy")), page_size=2)
+    given, sampling = [[1, 2, 3], [4, 5, 6], [7, 8, 9]], Sampling(1.5, seed=3)
+    good = engine.generate(given, 12, sampling, stop_tokens=-1)
+    left = engine.stream([[9, 9, 9]], 12, sampling, stop_tokens=-1)
+    next(left)
+    requests = [
+        engine.submit(x, 12, sampling, stop_tokens=-1, number=i) for i, x in enumerate(given)
+    ]
+    engine.step()
+    freed, take = weakref.ref(left), engine.pool.take
+    cycle = [left]
+    cycle.append(cycle)
+    del left, cycle
+    monkeypatch.setattr(engine.pool, "take", lambda count: (take(count), gc.collect())[0])
+    while engine.busy:
+        engine.step()
+    assert freed() is None and [x.tokens for x in requests] == good
+    assert engine.pool.free == engine.pool.pages - 1
+
+
+def test_threads():
+    """Requests come and leave in other threads while a step goes on."""
+    engine = Engine(Small(next(x for x in TARGETS if x.library == "numpy")), page_size=4, pages=40)
+    given = [[1 + i] * (1 + 3 * i) for i in range(8)]
+    good = [engine.generate([x], 6, stop_tokens=-1)[0] for x in given]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            left = [threads.submit(submit_and_cancel, engine, x) for x in given]
+            some = (given[i : i + 2] for i in (0, 2, 4, 6, 1, 3, 5))
+            found = list(threads.map(lambda x: engine.generate(x, 6, stop_tokens=-1), some))
+            assert {x.result() for x in left} <= {"cancelled", "length"}
+    finally:
+        sys.setswitchinterval(before)
+    assert sum(found, []) == [*good, *good[1:7]]
+    while engine.busy:
+        engine.step()
+    assert engine.pool.free == engine.pool.pages - 1
+
+
+def submit_and_cancel(engine, prompt):
+    """Twenty times; the last reason."""
+    for i in range(20):
+        request = engine.submit(prompt, 6, stop_tokens=-1)
+        time.sleep(i % 5 / 2000)
+        engine.cancel(request)
+    return request.reason
 
 
 @each_library(library="torch", device="cuda")

@@ -196,6 +196,21 @@ def taken_and_gathered(lengths, move):
     )
 
 
+def after_inference(move):
+    """Whether gradients are right with a shard that was first used in inference mode."""
+    inputs, _ = problem([30, 11], "float32", (4, 2), 16, {})
+    results = []
+    for infers in (False, True):
+        shard, leaves = Shard([30, 11]), [inputs.q, inputs.k, inputs.v]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        for mode in (torch.inference_mode(),) * infers + (contextlib.nullcontext(),):
+            with mode:
+                mine = [shard.take(x) for x in leaves]
+                out = shard.gather(attention(*mine, shard, move=move))
+        results.append(torch.autograd.grad(out, leaves, inputs.dout))
+    return all(map(torch.equal, *results))
+
+
 def bytes_sent(heads, move):
     """Bytes that this rank sends to others in a forward over 16 tokens of each rank."""
     inputs, _ = problem([64], "float32", heads, 16, {})

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.checkpoint import checkpoint
 
@@ -99,6 +99,21 @@ def packed(lengths):
         return torch.cat([sdpa(*some, **options) for some in rows], 2)
 
     return attention
+
+
+def groups_in_turn():
+    """The largest differences in blocks of two meshes; the groups of the first one are gone."""
+    source, errors = torch.Generator().manual_seed(0), []
+    whole = torch.randn(1, 2, 24, 16, generator=source)
+    right = sdpa(whole, whole, whole, is_causal=True)
+    for _ in range(2):
+        group, x = dist.new_group(), whole.clone()
+        mesh = DeviceMesh.from_group(group, "cpu")
+        with parallel.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]) as shard:
+            out = shard.gather(sdpa(x, x, x, is_causal=True), 2)
+        errors.append((out - right).abs().max().item())
+        dist.destroy_process_group(group)
+    return errors
 
 
 def wrong_buffers(name):

@@ -146,6 +146,11 @@ def test_ways_of_torch(move, two):
         assert [way for way, same in found.items() if not same] == []
 
 
+@pytest.mark.parametrize("move", ["heads", "keys"])
+def test_training_after_inference(move, two):
+    assert two.run(calls.after_inference, move) == [True, True]
+
+
 def test_sharded_tensors(two, four):
     """DTensors, of a mesh of one axis and of two."""
     for ranks, move in ((two, "auto"), (four, (2, 2))):

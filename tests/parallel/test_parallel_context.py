@@ -43,6 +43,12 @@ def test_buffers(lengths, two):
         assert max(errors) < ROUNDING and same
 
 
+def test_groups_that_are_gone(two):
+    """A mesh is equal to one of the same ranks whose groups have been destroyed."""
+    for errors in two.run(contexts.groups_in_turn):
+        assert max(errors) < ROUNDING
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

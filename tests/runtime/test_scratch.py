@@ -88,3 +88,18 @@ def test_no_garbage_is_collected_in_a_capture(enabled):
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_no_garbage_is_collected_while_another_thread_captures():
+    before = gc.isenabled()
+    gc.enable()
+    try:
+        first, second = (scratch.no_garbage_collected() for _ in range(2))
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+        second.__exit__(None, None, None)
+        assert gc.isenabled()
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -9,8 +9,12 @@ torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
 from torch._higher_order_ops.flex_attention import math_attention  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import cupyflash  # noqa: E402
+from cupyflash.ops.attention.options import Extras, plain_options  # noqa: E402
+from cupyflash.ops.attention.score_text.arguments import with_text  # noqa: E402
+from cupyflash.ops.attention.score_text.tiles import FoundTiles  # noqa: E402
 from cupyflash.testing import make_inputs  # noqa: E402
 from cupyflash.testing.gallery import GALLERY, HEADS, LENGTH  # noqa: E402
 from cupyflash.testing.scores import expected_scores  # noqa: E402
@@ -74,6 +78,31 @@ def test_blocks_that_the_caller_selects(mask_mod):
     exact.check(out=found.transpose(1, 2))
     bshd = [x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v)]
     assert torch.equal(cupyflash.attention(*bshd, mask=blocks).transpose(1, 2), found)
+
+
+def test_tiles_are_remembered_for_whole_sequences_alone():
+    """Other lengths beside one BlockMask have other empty tiles."""
+    causal = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu")
+    options, lengths = plain_options("attention"), torch.tensor([3, 24], dtype=torch.int32)
+    for tensors_, names in ((3, ()), (3, ("seqused_q",)), (7, ("seqused_k",)), (7, ())):
+        qkv = (torch.zeros(2, 24, 2, 16),) * tensors_
+        extras = Extras(**dict.fromkeys(names, lengths))
+        _, arrays = with_text("attention", options, (*qkv, *extras), tensors_, None, causal)
+        assert isinstance(arrays[-1], FoundTiles) == (not names)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_first_calls_that_leave_nothing_behind(mode):
+    """What a BlockMask keeps is of use to calls with a gradient, and is no fake."""
+    causal = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu")
+    inputs = tensors(seqlen_q=24, seqlen_k=24)
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    with mode(allow_non_fake_inputs=True) if mode is FakeTensorMode else mode():
+        cupyflash.flex_attention(inputs.q, inputs.k, inputs.v, None, causal)
+    out = cupyflash.flex_attention(*leaves, None, causal)
+    right = cupyflash.attention(*leaves, layout="bhsd", causal=True)
+    found, wanted = (torch.autograd.grad(x, leaves, inputs.dout) for x in (out, right))
+    assert all(map(torch.equal, (out, *found), (right, *wanted)))
 
 
 def test_gradients_heads_and_statistics():

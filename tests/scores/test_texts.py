@@ -3,13 +3,16 @@
 
 import functools
 import math
+import types
 
 import numpy
 import pytest
+from fakes import Stream, fake_cupy, fake_graphs
 
 import cupyflash
+from cupyflash.ops.attention.mask_tiles import MaskTilesLaunch
 from cupyflash.ops.attention.options import Options
-from cupyflash.ops.attention.score_text import Capture, Text, tree
+from cupyflash.ops.attention.score_text import Capture, Text, tiles, tree
 from cupyflash.ops.attention.score_text.call import TextCall
 from cupyflash.ops.attention.score_text.checks import check_text
 from cupyflash.ops.attention.score_text.encode import decode_text, encode_text
@@ -18,6 +21,7 @@ from cupyflash.ops.attention.score_text.parse import parse
 from cupyflash.ops.attention.score_text.pieces import of_pieces, values_of_pieces
 from cupyflash.ops.attention.score_text.scores import written
 from cupyflash.ops.attention.score_text.write import to_text
+from cupyflash.runtime import scratch
 from cupyflash.runtime.array import View
 
 TABLE = numpy.arange(12, dtype="float32").reshape(3, 4)
@@ -205,6 +209,7 @@ def helper(query, key):
         (lambda s, b, h, q, k: s + TABLE[h][k] + TABLE[h, q + 1], "score + TABLE(head, key) + TABLE(head, query + 1)"),
         (lambda s, b, h, q, k: 50 * numpy.tanh(s / 50), "50.0 * tanh(score / 50.0)"),
         (lambda s, b, h, q, k: s * N + q / 2, "score * n1 + query / 2.0"),
+        (lambda s, b, h, q, k: s + q / (k + 1) - 1 / (k + N), "score + float(query) / (key + 1) - 1.0 / (key + n1)"),
         (lambda s, b, h, q, k: -s if N else s, "-score"),
         (lambda s, b, h, q, k: numpy.where((q >= k) & ~(k == 3), s, -numpy.inf), "where(query >= key && !(key == 3), score, -INF)"),
         (lambda s, b, h, q, k: s + (q // 16 == k // 16), "score + (floor_div(query, 16) == floor_div(key, 16))"),
@@ -469,3 +474,31 @@ def test_strides_of_captures():
         check(2, 2**29)
     with pytest.raises(ValueError, match="the strides of table must be less than .* elements"):
         check(2**31, 2)
+
+
+def test_tiles_of_streams_and_graphs(monkeypatch):
+    """A launch reads no tiles that another stream, or a graph that has not run, may still find."""
+    fake, memories, launched = fake_cupy(monkeypatch), [], []
+    fake_graphs(monkeypatch, fake)
+    monkeypatch.setattr(tiles, "stream_number", lambda stream: stream)
+    finder, found = MaskTilesLaunch.__new__(MaskTilesLaunch), tiles.FoundTiles()
+    finder.size, finder.key, finder.rest = 1, ("kernel",), (2, 1)
+    finder.launch = types.SimpleNamespace(
+        argument=lambda *_: b"", with_captures=lambda *_: b"",
+        start=lambda stream, _: launched.append(stream.ptr),
+    )  # fmt: skip
+    library = types.SimpleNamespace(
+        empty_float32=lambda *_: memories.append(object()) or memories[-1],
+        pointer=lambda x: 64 * (1 + memories.index(x)),
+    )
+
+    def memory_on(stream):
+        return finder(library, Stream(stream), None, [], b"", found)[0]
+
+    fake.capturing = {3, 4}
+    assert memory_on(3) is memories[0] and memory_on(1) is memories[1]
+    assert memory_on(1) is memories[1] and memory_on(2) is memories[2]
+    assert launched == [3, 1, 2] and not fake.ends
+    assert memory_on(4) is memories[1] and launched == [3, 1, 2]
+    fake.ends.pop()()  # the graph is gone, which held them until now
+    assert scratch.unused_memory.pop() is memories[1]

@@ -157,15 +157,14 @@ struct SimtDropout {
         limit(uint32_t(params.shape.dropout_threshold) << 16),
         first(first_weight(params, batch, head)) {}
 
-  // Marks dropped weights by a negative sign; weights are never negative. row and col are those of
-  // the thread's first weight. The loop is not unrolled, because its calls side by side would take
-  // too many registers.
+  // The dropped weights: a bit for each, 16 for rows i and i + 4. row and col are those of the
+  // thread's first weight. The loop is not unrolled, because its calls side by side would take too
+  // many registers.
   template <int ROWS, int COLS>
-  __device__ __forceinline__ void mark(float (&weights)[ROWS][COLS], uint32_t row,
-                                       uint32_t col) const {
+  __device__ __forceinline__ uint64_t find(uint32_t row, uint32_t col) const {
     row += first.row;
     col += first.col;
-    uint64_t dropped = 0;  // a bit for each weight, 16 for rows i and i + 4
+    uint64_t dropped = 0;
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
       const uint32_t r = row + i;
@@ -188,13 +187,26 @@ struct SimtDropout {
       }
       dropped |= uint64_t(bits) << (16 * i);
     }
+    return dropped;
+  }
+
+  // Marks dropped weights by a negative sign; weights are never negative.
+  template <int ROWS, int COLS>
+  __device__ __forceinline__ void mark(float (&weights)[ROWS][COLS], uint32_t row,
+                                       uint32_t col) const {
+    const uint64_t dropped = find<ROWS, COLS>(row, col);
 #pragma unroll
     for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
       for (int j = 0; j < COLS; ++j) {
-        if (dropped >> (16 * (e % 4) + 8 * (e / 4) + j) & 1) weights[e][j] = -weights[e][j];
+        if (is_dropped(dropped, e, j)) weights[e][j] = -weights[e][j];
       }
     }
+  }
+
+  // Whether find() has found weight (e, j).
+  __device__ __forceinline__ static bool is_dropped(uint64_t dropped, int e, int j) {
+    return dropped >> (16 * (e % 4) + 8 * (e / 4) + j) & 1;
   }
 };
 

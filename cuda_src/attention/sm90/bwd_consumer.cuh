@@ -100,18 +100,18 @@ struct BwdConsumer {
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
     // P is multiplied by the slope of the score early, which frees the registers of the slope.
-    // The gradient of the bias needs P without it.
-    if constexpr (!HAS_DBIAS) apply_slope<Options>(s, slope);
+    // The gradient of the bias needs P without it, and so does dropout, which marks P by a sign,
+    // where the slope may be negative.
+    constexpr bool EARLY = !HAS_DBIAS && !(Options::DROPOUT && HAS_USER_SCORE);
+    if constexpr (EARLY) apply_slope<Options>(s, slope);
 
     wgmma_wait<0>();
     pin(dp);
     softmax_gradient<Options>(dp, s, params.base.shape, [&](int n, int i) {
       return constant_of(delta, shared.delta[place.stage], n, i, column);
     });
-    if constexpr (HAS_DBIAS) {
-      add_bias_gradient<Options>(dp, params.base, at);
-      apply_slope<Options>(dp, slope);
-    }
+    if constexpr (HAS_DBIAS) add_bias_gradient<Options>(dp, params.base, at);
+    if constexpr (!EARLY) apply_slope<Options>(dp, slope);
     wg_pack<T>(ds, dp);
     const uint32_t ds_stage = ds_address(place);
 #pragma unroll

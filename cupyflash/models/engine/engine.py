@@ -1,18 +1,21 @@
 """The engine: requests that come and go, and steps of a model for all of them at once."""
 
+import collections
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...ops.decode.sampling import GREEDY, Sampling
 from ...runtime.checks import integer_within, short
 from .decoder import Decoder
-from .pool import PagePool
+from .pool import PagePool, pages_that_fit
 from .request import (
     Request,
     check_ends,
     check_prompt,
     check_sampling,
+    each,
     gathered,
     is_sequence,
     not_finite,
@@ -21,8 +24,6 @@ from .scheduler import Scheduler
 
 PAGE_SIZE = 64
 MAX_BATCH = 64
-MEMORY_PART = 0.85  # of what is free; the rest is for what steps compute
-CPU_TOKENS = 2**15  # in the pages of an engine on the CPU, where nobody knows what is free
 
 
 class Engine:
@@ -30,7 +31,8 @@ class Engine:
 
     Requests come at any time, have prompts and answers of any lengths and each its own sampling.
     Greedy or with a seed, a request gets the tokens that it gets alone, but where rounding decides:
-    ``num_splits=1`` removes what the other requests of a step change in attention.
+    ``num_splits=1`` removes what the other requests of a step change in attention. Several threads
+    may use one engine; they wait for each other.
 
     Args:
         model: a language model: ``config`` with ``layers``, ``heads_kv``, ``head_dim``,
@@ -68,7 +70,7 @@ class Engine:
         max_batch = whole("max_batch", max_batch, 1, 2**16)
         length = most if max_length is None else whole("max_length", max_length, 1, most)
         if pages is None:
-            pages = _pages(model, page_size, max_batch, length)
+            pages = pages_that_fit(model, page_size, max_batch, length)
         pages = whole("pages", pages, 2, 2**31 - 1)
         config, room = model.config, (pages - 1) * page_size
         self.model, self.max_length = model, min(length, room)
@@ -78,12 +80,16 @@ class Engine:
         widest = self.pool.count(self.max_length)
         num_splits = whole("num_splits", num_splits, 0, 128)
         self.decoder = Decoder(model, self.pool, max_batch, widest, graphs, num_splits)
-        self._unread: tuple[list[Request], Callable[[], list[int]]] | None = None
+        # The requests of each step whose tokens nobody has read, and what waits for these.
+        self._unread: collections.deque[tuple[list[Request], Callable[[], list[int]]]]
+        self._unread, self._lock = collections.deque(), threading.RLock()
+        # Whether a step goes on, and the requests that leave when it has ended.
+        self._steps, self._leaving = False, list[Request]()
 
     @property
     def busy(self) -> bool:
         """Whether a request goes on, or has tokens that nobody has read."""
-        return self.scheduler.busy or self._unread is not None
+        return self.scheduler.busy or bool(self._unread)
 
     def submit(
         self,
@@ -112,7 +118,8 @@ class Engine:
             ValueError: a prompt, number or token that cannot be.
         """
         request = self._request(prompt, max_new_tokens, sampling, stop_tokens, stop, number)
-        self.scheduler.waiting.append(request)
+        with self._lock:
+            self.scheduler.waiting.append(request)
         return request
 
     def _request(
@@ -146,36 +153,65 @@ class Engine:
 
         Raises:
             Whatever the model raises, such as MemoryError; all requests are cancelled then.
+            RuntimeError: a step within a step, by ``stop.end``.
         """
-        try:
-            return self._step()
-        except BaseException:
-            self._unread, scheduler = None, self.scheduler
-            for request in (*scheduler.rows, *scheduler.prompts, *scheduler.waiting):
-                self.cancel(request)
-            raise
+        with self._lock:
+            if self._steps:
+                raise RuntimeError("step: stop.end cannot take a step of its engine, got one")
+            self._steps = True
+            try:
+                return self._step()
+            except BaseException:
+                for request in self._going():
+                    self.cancel(request)
+                self._unread.clear()
+                raise
+            finally:
+                while self._leaving:
+                    self.scheduler.leave(self._leaving.pop())
+                self._steps = False
 
     def _step(self) -> list[Request]:
         with self.decoder.device.current():
             changed = self._read() if self.scheduler.must_preempt else []
-            scheduler, unread = self.scheduler, None
+            scheduler, enqueued = self.scheduler, None
             if chunks := scheduler.next_prompts():
                 tokens = self.decoder.prefill(chunks, scheduler.rows)
-                unread = [chunk.request for chunk in chunks if chunk.ends], tokens
+                enqueued = [chunk.request for chunk in chunks if chunk.ends], tokens
             elif scheduler.rows:
                 rows = scheduler.next_rows()
-                unread = rows, self.decoder.decode(rows)
-            if unread:
-                scheduler.was_enqueued(unread[0])
-            changed += self._read()
-            self._unread = unread
+                enqueued = rows, self.decoder.decode(rows)
+            if enqueued:
+                self._unread.append(enqueued)
+                scheduler.was_enqueued(enqueued[0])
+            while len(self._unread) > (enqueued is not None):
+                changed += self._read()
         return changed
 
     def cancel(self, request: Request) -> None:
-        """End a request; nothing happens to one that has ended."""
-        if not request.reason:
+        """End a request; nothing happens to one that has ended.
+
+        A stream that nobody has does so when Python frees it, perhaps in the midst of a step.
+
+        Raises:
+            ValueError: a request of another engine.
+        """
+        with self._lock:
+            if request.reason:
+                return
+            if request not in self._going():
+                raise ValueError("cancel: request must be one of this engine, got another's")
             request.reason = "cancelled"
-            self.scheduler.leave(request)
+            if self._steps:
+                self._leaving.append(request)
+            else:
+                self.scheduler.leave(request)
+
+    def _going(self) -> list[Request]:
+        """The requests that have not ended, and perhaps some that have."""
+        scheduler = self.scheduler
+        unread = (request for requests, _ in self._unread for request in requests)
+        return [*scheduler.rows, *scheduler.prompts, *scheduler.waiting, *unread]
 
     def generate(
         self,
@@ -214,8 +250,8 @@ class Engine:
         if not is_sequence(prompts) or len(prompts) == 0:
             fact = "prompts must be sequences of tokens"
             raise ValueError(f"stream: {fact}, got {short(prompts)}")
-        counts = _each("max_new_tokens", max_new_tokens, len(prompts))
-        ways = _each("sampling", sampling, len(prompts))
+        counts = each("max_new_tokens", max_new_tokens, len(prompts))
+        ways = each("sampling", sampling, len(prompts))
         requests = [
             self._request(*given, stop_tokens, stop, number)
             for number, given in enumerate(zip(prompts, counts, ways))
@@ -223,7 +259,8 @@ class Engine:
         return self._tokens(requests)
 
     def _tokens(self, requests: list[Request]) -> Iterator[list[int | None]]:
-        self.scheduler.waiting.extend(requests)
+        with self._lock:
+            self.scheduler.waiting.extend(requests)
         try:
             place = 0
             while True:
@@ -242,41 +279,15 @@ class Engine:
                 self.cancel(request)
 
     def _read(self) -> list[Request]:
-        """Give the requests of the last step their tokens; some may have ended before it."""
-        if self._unread is None:
+        """Give the requests of the oldest step their tokens; some may have ended before it."""
+        if not self._unread:
             return []
-        (requests, tokens), self._unread = self._unread, None
-        changed = []
+        (requests, tokens), changed = self._unread[0], []
         for request, token in zip(requests, tokens()):
             if not request.reason:
                 request.add(token)
                 changed.append(request)
                 if request.reason:
                     self.scheduler.leave(request)
+        self._unread.popleft()
         return changed
-
-
-def _each(name: str, value: Any, count: int) -> list:
-    """One value for each prompt.
-
-    Raises:
-        ValueError: another number of them.
-    """
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"stream: {name} must be one, or {count} of them, got {len(value)}")
-    return list(value)
-
-
-def _pages(model: Any, page_size: int, max_batch: int, length: int) -> int:
-    """The pages that fit, and no more than the requests can have."""
-    from .devices import device_of
-
-    config, device = model.config, device_of(model.like)
-    with device.current():
-        free = device.free_memory()
-    of_token = 2 * config.layers * config.heads_kv * config.head_dim * model.like.itemsize
-    most = max_batch * -(-length // page_size)
-    tokens = CPU_TOKENS if free is None else int(MEMORY_PART * free) // of_token
-    return 1 + min(most, max(1, tokens // page_size))

@@ -1,11 +1,14 @@
 """The memory of all keys and values, in pages that sequences take and give back."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from ...runtime.array import Array
 from .devices import device_of
 
 PADDING = 0  # the page of rows of padding; take() never gives it away
+MEMORY_PART = 0.85  # of what is free; the rest is for what steps compute
+CPU_TOKENS = 2**15  # in the pages of an engine on the CPU, where nobody knows what is free
 
 
 class PagePool:
@@ -78,3 +81,14 @@ class PagePool:
     def count(self, tokens: int) -> int:
         """The pages that so many tokens take."""
         return -(-tokens // self.page_size)
+
+
+def pages_that_fit(model: Any, page_size: int, max_batch: int, length: int) -> int:
+    """The pages that fit, and no more than the requests can have."""
+    config, device = model.config, device_of(model.like)
+    with device.current():
+        free = device.free_memory()
+    of_token = 2 * config.layers * config.heads_kv * config.head_dim * model.like.itemsize
+    most = max_batch * -(-length // page_size)
+    tokens = CPU_TOKENS if free is None else int(MEMORY_PART * free) // of_token
+    return 1 + min(most, max(1, tokens // page_size))

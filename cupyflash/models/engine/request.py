@@ -80,6 +80,19 @@ def gathered(steps: Iterable[list[int | None]], count: int) -> list[list[int]]:
     return results
 
 
+def each(name: str, value: Any, count: int) -> list:
+    """One value for each prompt.
+
+    Raises:
+        ValueError: another number of them.
+    """
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"stream: {name} must be one, or {count} of them, got {len(value)}")
+    return list(value)
+
+
 def check_prompt(
     function: str, prompt: Sequence[int], vocabulary: int, most: int, name: str = "the prompt"
 ) -> list[int]:

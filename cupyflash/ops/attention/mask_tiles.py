@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ...runtime.array import Array
 from ...runtime.config import KernelConfig
+from ...runtime.launch import pointer_of
 from ...runtime.structs import header
 from .kernels import AttentionKernel
 from .launching import AttentionLaunch
@@ -73,14 +74,15 @@ class MaskTilesLaunch:
             Their memory, which the caller holds until the last launch that reads it, and what the
             kernels get in front of the captures.
         """
-        if found is not None and self.key in found.of_kernel:
-            return found.of_kernel[self.key]
+        at = pointer_of(stream)
+        if found is not None and (bits := found.get(self.key, at)):
+            return bits
         memory = library.empty_float32((self.size,), like)
-        bits = library.pointer(memory)
+        address = library.pointer(memory)
         lengths = [extras[x] for x in LENGTHS] if extras else NO_LENGTHS
-        argument = self.launch.argument(bits, *lengths)
+        argument = self.launch.argument(address, *lengths)
         self.launch.start(stream, self.launch.with_captures(argument, captures))
-        result = memory, pack_bits(bits, *self.rest)
+        bits = memory, pack_bits(address, *self.rest)
         if found is not None:
-            found.of_kernel[self.key] = result
-        return result
+            found.put(self.key, at, bits)
+        return bits

@@ -14,7 +14,7 @@ from ...runtime.gpu import architecture, capability_of, multiprocessors
 from ...runtime.launch import Launch
 from ...runtime.operation import Plan
 from ...runtime.overlap import Written
-from ...runtime.scratch import MAX_WORKSPACES, tile_counters
+from ...runtime.scratch import tile_counters
 from ...runtime.structs import header
 
 structs = header("block/decode_stack.cu")
@@ -29,6 +29,7 @@ MAX_HEAD_DIM = HEAD_DIMS[-1]
 # KB of shared memory that a block may have: (the number of tiles that fill it, the bytes of one)
 RINGS = {227: (5, 41600), 163: (5, 25600), 99: (4, 19200), 64: (3, 13824)}
 OLDEST = (7, 5)  # compute capability
+MAX_WORKSPACES = 32  # of the streams of a device
 
 
 @dataclasses.dataclass(frozen=True)

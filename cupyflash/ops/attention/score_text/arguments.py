@@ -14,6 +14,7 @@ from .write import nodes
 
 LAYOUT = Options._fields.index("layout")
 NAMES = {"flex_attention": ("score_mod", "block_mask")}  # of the arguments
+SEQUSED = slice(6, 8)  # the places of seqused_q and seqused_k in `Extras`
 AXES = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2)}  # of batch, heads and seqlen
 BACKWARD = 7  # arrays before the optional ones, of which dout is the first
 
@@ -54,9 +55,12 @@ def with_text(
     if compiling():
         text, captures = _traced(function, score, mask)
         return (*options, text), (*arrays, *missing, *captures)
-    if is_block_mask(mask):
+    by_blocks = is_block_mask(mask)
+    if by_blocks:
         mask = _of_blocks(function, options, arrays[tensors == BACKWARD :], mask)
     text, captures = written(function, score, mask, NAMES.get(function, ("score", "mask")))
+    if by_blocks and any(x is not None for x in arrays[tensors:][SEQUSED]):
+        captures = captures[: len(text.captures)]  # other lengths have other tiles
     return (*options, text), (*arrays, *missing, *captures)
 
 

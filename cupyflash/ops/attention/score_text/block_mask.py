@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....runtime import loaded
+from ....runtime.lookup import library_of
 from .scores import Mask
 from .stand_in import Fixed
 
@@ -34,10 +35,22 @@ def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Ma
     if any(size not in (1, whole) for size, whole in zip(sizes, q[:2])):
         fact = f"{name} must have the batch and heads of the queries, {tuple(q[:2])}, or 1"
         raise ValueError(f"{function}: {fact}, got a BlockMask of {sizes}")
-    if block_mask not in _masks:
-        mask = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
-        _masks[block_mask] = mask.tiles()  # a BlockMask is made anew where its mask changes
-    return _masks[block_mask]
+    mask = _masks.get(block_mask)
+    if mask is None:
+        with loaded.torch.inference_mode(False):  # later calls may record a gradient
+            mask = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
+        if _is_computed(block_mask.kv_indices):
+            mask = _masks[block_mask] = mask.tiles()  # a BlockMask is new where its mask changes
+    return mask
+
+
+def _is_computed(x: Any) -> bool:
+    """Whether what is made of a tensor now has its numbers for all later calls.
+
+    It has none where the tensor, or a mode, is a fake, and in a CUDA graph only where that runs.
+    """
+    capturing = x.is_cuda and loaded.torch.cuda.is_current_stream_capturing()
+    return not (capturing or library_of(x).traced(x))
 
 
 def _function_of(block_mask: Any) -> Callable:

@@ -168,6 +168,8 @@ class Recorder:
             return tree.apply("/", [a, b])
         if rounding_mode is not None:
             raise TextError(NotImplementedError, "rounding_mode is for integers in a score")
+        if max(a.kind, b.kind) < Kind.FLOAT and "literal" not in (a.op, b.op):
+            a = tree.apply("float", [a])  # a text divides integers as C++ does
         return tree.apply("/", [tree.as_float(a), b])
 
     def call_floordiv(self, a: Any, b: Any) -> Node:
