@@ -20,8 +20,7 @@ struct BwdConsumer {
   using Scores = float[L::BLOCK_M / 8][4];       // S, dP
   using Operand = uint32_t[L::BLOCK_M / 16][4];  // P, dS
   using Gradient = float[L::HEAD_DIM / 8][4];    // dK, dV
-  // lse_log2 or delta of this lane's queries, if they are read ahead.
-  using Constants = float2[L::CONSTANTS_AHEAD ? L::BLOCK_M / 8 : 1];
+  using Constants = ConstantsAhead<L>;
 
   const FlashBwdSm90Params& params;
   typename L::Shared& shared;
@@ -95,7 +94,7 @@ struct BwdConsumer {
     apply_score(s, slope, score, at, add_bias, masked);
     if (masked) score.apply_mask(s, at);
     recompute_weights(s, score, at, [&](int n, int i) {
-      return constant_of(lse_log2, shared.lse_log2[place.stage], n, i, column);
+      return constant_of<L>(lse_log2, shared.lse_log2[place.stage], n, i, column);
     });
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
@@ -106,7 +105,7 @@ struct BwdConsumer {
     wgmma_wait<0>();
     pin(dp);
     softmax_gradient<Options>(dp, s, params.base.shape, [&](int n, int i) {
-      return constant_of(delta, shared.delta[place.stage], n, i, column);
+      return constant_of<L>(delta, shared.delta[place.stage], n, i, column);
     });
     if constexpr (HAS_DBIAS) {
       add_bias_gradient<Options>(dp, params.base, at);
@@ -199,8 +198,8 @@ struct BwdConsumer {
     const int stage = ring.stage;
     shared.q.wait_full(ring);
     if constexpr (L::CONSTANTS_AHEAD) {
-      load_constants(lse_log2, shared.lse_log2[ring.stage]);
-      load_constants(delta, shared.delta[ring.stage]);
+      load_constants<L>(lse_log2, shared.lse_log2[ring.stage]);
+      load_constants<L>(delta, shared.delta[ring.stage]);
     }
     issue_s(s, ring);
     issue_dp(dp, ring);
@@ -271,24 +270,6 @@ struct BwdConsumer {
     pin(s);
     make_p_and_ds(p, ds, s, dp, {}, {}, tile, head, m * L::BLOCK_M, at,
                   uniform(tile.m_range.needs_mask(m)));
-  }
-
-  static __device__ __forceinline__ float2 constant_pair(const float* constants, int n,
-                                                         int column) {
-    return *reinterpret_cast<const float2*>(constants + n * 8 + column);
-  }
-  __device__ __forceinline__ void load_constants(Constants& ahead, const float* constants) const {
-#pragma unroll
-    for (int n = 0; n < L::BLOCK_M / 8; ++n) ahead[n] = constant_pair(constants, n, lane % 4 * 2);
-  }
-
-  // Returns lse_log2 or delta of the query of element [n][i]. Queries are columns here.
-  static __device__ __forceinline__ float constant_of(const Constants& ahead,
-                                                      const float* constants, int n, int i,
-                                                      int column) {
-    const float2 pair = L::CONSTANTS_AHEAD ? ahead[L::CONSTANTS_AHEAD ? n : 0]
-                                           : constant_pair(constants, n, column);
-    return i % 2 ? pair.y : pair.x;
   }
 
   // Writes this warpgroup's part of dQ to shared memory for the reducer.

@@ -280,7 +280,7 @@ struct FwdConsumer {
         sums[half] = state.partial(half, score.scale_log2);
         inverse = sums[half].y == 0.f ? 0.f : rcp_approx(sums[half].y);
       } else {
-        inverse = state.finish(half, score.scale_log2, lse[half], sink_of(done) * LOG2E);
+        inverse = state.finish(half, score.scale_log2, lse[half], sink_of(params, done) * LOG2E);
       }
       if constexpr (Options::DROPOUT) inverse *= params.base.shape.dropout_scale;
 #pragma unroll
@@ -299,7 +299,7 @@ struct FwdConsumer {
     if constexpr (SPLIT) {
       store_partial_sums(params, done, warp_row, sums);
     } else {
-      store_lse(done, lse);
+      store_lse(params, done, warp_row, lane, lse);
     }
   }
 
@@ -319,32 +319,17 @@ struct FwdConsumer {
     if constexpr (SPLIT) {
       store_partial_sums(params, empty, warp_row, {{-INF, 0.f}, {-INF, 0.f}});
     } else {
-      const float sink = sink_of(empty);
-      store_lse(empty, {sink, sink});
+      const float sink = sink_of(params, empty);
+      store_lse(params, empty, warp_row, lane, {sink, sink});
     }
   }
 
  private:
-  __device__ __forceinline__ float sink_of(const EveryFwdTile& of) const {
-    return params.base.sinks ? params.base.sinks[of.head] : -INF;
-  }
-
   // Tells the writer that this warp's rows of O are complete. The fence makes them visible to the
   // copy engine.
   __device__ __forceinline__ void hand_over_o(int stage) {
     fence_async_proxy();
     __syncwarp();  // all lanes have written
     if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
-  }
-
-  __device__ __forceinline__ void store_lse(const EveryFwdTile& of, const float (&lse)[2]) const {
-    float* out = params.base.lse;
-    if (!out || lane % 4 != 0) return;
-    out += of.lse_row(params.base);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp_row + lane / 4 + half * 8;
-      if (row < of.m_rows) out[row] = lse[half];
-    }
   }
 };
