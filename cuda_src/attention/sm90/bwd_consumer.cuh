@@ -20,6 +20,7 @@ struct BwdConsumer {
   using Scores = float[L::BLOCK_M / 8][4];       // S, dP
   using Operand = uint32_t[L::BLOCK_M / 16][4];  // P, dS
   using Gradient = float[L::HEAD_DIM / 8][4];    // dK, dV
+  using Seen = SeenScores<L::BLOCK_M / 8>;
   using Constants = ConstantsAhead<L>;
 
   const FlashBwdSm90Params& params;
@@ -74,8 +75,9 @@ struct BwdConsumer {
   // the next products, and writes dS to shared memory, too.
   __device__ __forceinline__ void make_p_and_ds(Operand& p, Operand& ds, Scores& s, Scores& dp,
                                                 const Constants& lse_log2, const Constants& delta,
-                                                const BwdTile& tile, int head, int m_begin,
-                                                const Ring<L::STAGES>& place, bool masked) {
+                                                const Seen& seen, const BwdTile& tile, int head,
+                                                int m_begin, const Ring<L::STAGES>& place,
+                                                bool masked) {
     using TileS = typename L::TileS;
     constexpr int BLOCK_M = L::BLOCK_M;
     constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
@@ -92,7 +94,11 @@ struct BwdConsumer {
                                                         key_row % 64, bias_scale);
     };
     apply_score(s, slope, score, at, add_bias, masked);
-    if (masked) score.apply_mask(s, at);
+    if (masked) {
+      score.apply_seen(s, seen);
+      if (!HAS_MASK_TILES || uniform(tile.m_range.needs_mask(m_begin / BLOCK_M)))
+        score.apply_mask(s, at);
+    }
     recompute_weights(s, score, at, [&](int n, int i) {
       return constant_of<L>(lse_log2, shared.lse_log2[place.stage], n, i, column);
     });
@@ -195,6 +201,13 @@ struct BwdConsumer {
     Scores s, dp;
     Constants lse_log2, delta;
     Operand p, ds;
+    Seen seen;
+    if constexpr (HAS_MASK_TILES) {
+      if (masked) {
+        seen.template load<true>(params.base, tile, m_begin / L::BLOCK_M, key_row / 16,
+                                 tile.n_begin + key_row, m_begin);
+      }
+    }
     const int stage = ring.stage;
     shared.q.wait_full(ring);
     if constexpr (L::CONSTANTS_AHEAD) {
@@ -205,7 +218,7 @@ struct BwdConsumer {
     issue_dp(dp, ring);
     wgmma_wait<1>();
     pin(s);
-    make_p_and_ds(p, ds, s, dp, lse_log2, delta, tile, head, m_begin, ring, masked);
+    make_p_and_ds(p, ds, s, dp, lse_log2, delta, seen, tile, head, m_begin, ring, masked);
     issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m_begin, ring);
     wgmma_wait<0>();
     end_gradients(acc_dk, ds, ring);
@@ -268,7 +281,7 @@ struct BwdConsumer {
     issue_dp(dp, at);
     wgmma_wait<1>();
     pin(s);
-    make_p_and_ds(p, ds, s, dp, {}, {}, tile, head, m * L::BLOCK_M, at,
+    make_p_and_ds(p, ds, s, dp, {}, {}, {}, tile, head, m * L::BLOCK_M, at,
                   uniform(tile.m_range.needs_mask(m)));
   }
 

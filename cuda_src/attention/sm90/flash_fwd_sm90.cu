@@ -70,7 +70,8 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
-  consumer.score_and_softmax(s, state, consumer.load_seen(), !consumer.is_inner(), AT_NEW_MAX);
+  const bool masked = !consumer.is_inner();
+  consumer.score_and_softmax(s, state, consumer.load_seen(masked), masked, AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
 }
@@ -83,7 +84,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   const auto v_ring = consumer.kv_ring;
   consumer.kv_ring.advance();
   typename C::Scores s;
-  const typename C::Seen seen = consumer.load_seen();
+  const typename C::Seen seen = consumer.load_seen(masked);
   consumer.begin_products();
   consumer.issue_qk(s);
   if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);

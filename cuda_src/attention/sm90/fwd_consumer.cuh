@@ -18,7 +18,10 @@ struct FwdConsumer {
   using Scores = float[L::BLOCK_N / 8][4];
   using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
   using Output = float[L::HEAD_DIM_V / 8][4];
-  using Seen = SeenKeys<Options::BIAS, L::BLOCK_N / 8>;
+  struct Seen {
+    SeenKeys<Options::BIAS, L::BLOCK_N / 8> keys;
+    SeenScores<L::BLOCK_N / 8> scores;
+  };
   static constexpr bool INNER_APART = L::INNER_APART;
 
   const FlashFwdSm90Params& params;
@@ -98,9 +101,16 @@ struct FwdConsumer {
 
   // ---- score and softmax ----
 
-  // Loads the key mask of tile n. A load before a wait is complete when the scores are.
-  __device__ __forceinline__ Seen load_seen() const {
-    return Seen(params.base.bias, tile->batch, key_tile() * L::BLOCK_N);
+  // Loads the masks of tile n. A load before a wait is complete when the scores are.
+  __device__ __forceinline__ Seen load_seen(bool masked) const {
+    Seen seen = {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, {}};
+    if constexpr (HAS_MASK_TILES) {
+      if (masked) {
+        seen.scores.template load<false>(params.base, *tile, n, warp_row / 16,
+                                         tile->m_begin + warp_row, key_tile() * L::BLOCK_N);
+      }
+    }
+    return seen;
   }
 
   // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
@@ -127,10 +137,11 @@ struct FwdConsumer {
     const auto add_bias = [&](Scores& s, float bias_scale) {
       shared.bias[group].wait_full(bias_ring);
       bias_loads = add_bias_tile<typename L::TileBias, T>(
-          s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen);
+          s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen.keys);
     };
     score.apply(s, at, add_bias, masked, !at_old_max);
-    if (masked) score.apply_mask(s, at);
+    if (masked) score.apply_seen(s, seen.scores);
+    if (masked && !(HAS_MASK_TILES && is_inside())) score.apply_mask(s, at);
     const auto scores_read = [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
       // they have, because all scores have been read, so that this wait costs nothing.
@@ -259,9 +270,13 @@ struct FwdConsumer {
   // Whether no score of the key tile is masked, and ALiBi, if there is one, is linear there.
   __device__ __forceinline__ bool is_inner() const {
     if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
-    const int place = key_tile();
-    if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(place))) return false;
-    return place < inner_end && place >= inner_begin;
+    if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(key_tile())))
+      return false;
+    return is_inside();
+  }
+  // Whether all queries of the tile see all of its keys, but for the mask of a text.
+  __device__ __forceinline__ bool is_inside() const {
+    return key_tile() < inner_end && key_tile() >= inner_begin;
   }
 
   // ---- results ----
