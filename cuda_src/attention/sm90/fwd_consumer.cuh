@@ -3,11 +3,11 @@
 #pragma once
 #include "../../common/wg_gemm.cuh"
 #include "../score.cuh"
-#include "../warp_gemm.cuh"
 #include "bias_tile.cuh"
 #include "fwd_block.cuh"
 #include "fwd_split.cuh"
 #include "ordered_softmax.cuh"
+#include "scores_again.cuh"
 
 // L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
 // The accumulators are arguments of the steps, because the compiler breaks a struct up into
@@ -166,7 +166,8 @@ struct FwdConsumer {
     if (at_old_max) {
       const auto line = score.line(at);  // ALiBi, which becomes a part of the exponentials
       if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order, line)) {
-        compute_s_again(s);
+        compute_s_again<T, L>(s, smem + q_ring.stage * L::TileQ::BYTES,
+                              smem + L::K_OFFSET + kv_ring.stage * L::TileK::BYTES, warp_row);
         score.apply(s, at, add_bias, UNMASKED);
         state.template update<Options::SOFTCAP>(s, score.scale_log2);
       }
@@ -178,29 +179,6 @@ struct FwdConsumer {
       state.template update<Options::SOFTCAP>(s, score.scale_log2, scores_read);
     }
     score.apply_dropout(s, at);
-  }
-
-  // Computes the S of this warp by mma.sync, for which it does not need the rest of its warpgroup.
-  __device__ __forceinline__ void compute_s_again(Scores& s) {
-    using TileQ = typename L::TileQ;
-    using TileK = typename L::TileK;
-    auto& rows = reinterpret_cast<float (&)[1][L::BLOCK_N / 8][4]>(s);
-    set_zero(rows);
-    // Registers are scarce: no address may wait in one for this rare case, and the steps are a
-    // loop.
-    RowOperandA<TileQ> q(smem + q_ring.stage * TileQ::BYTES, opaque(warp_row));
-    RowOperandB<TileK> k(smem + L::K_OFFSET + kv_ring.stage * TileK::BYTES, opaque(0));
-    const uint32_t q_address = q.address, k_address = k.address;
-#pragma unroll 1
-    for (int i = 0; i < L::HEAD_DIM / 16; ++i) {
-      q.address = TileQ::advance(q_address, 0, 2 * i);
-      k.address = TileK::advance(k_address, 0, 2 * i);
-      warp_gemm<T, 90, 1>(rows, q, k);
-    }
-    uint32_t loaded = 0;  // K may be given back only after its loads have returned
-#pragma unroll
-    for (int n = 0; n < L::BLOCK_N / 8; n += 2) loaded |= opaque_bits(s[n][0]);
-    wait_for_loads(loaded);
   }
 
   // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would
