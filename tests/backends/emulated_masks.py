@@ -71,7 +71,18 @@ def check_partial_tiles(folder: Path) -> None:
         check_case(folder, "both", cases(1, 150, 330)["both"], inputs, "sm90")
 
 
+def check_late_maxima(folder: Path) -> None:
+    """Of the keys that come first queries see one: its score is no maximum to keep."""
+    inputs = make_inputs("torch", "float16", batch=1, seqlen_q=130, seqlen_k=330, head_dim=128)
+    case = dense(130, 330)
+    case.arrays["seen"][:, 256:329] = False
+    case.arrays["seen"][:, 329] = True
+    inputs.q.mul_(40)
+    check_case(folder, "late maxima", case, inputs, "sm90")
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_tiles(Path(sys.argv[1]))
     check_partial_tiles(Path(sys.argv[1]))
+    check_late_maxima(Path(sys.argv[1]))

@@ -13,8 +13,8 @@
 // A persistent block takes tiles of BLOCK_M queries of one head, one after the other. For each it
 // walks over the tiles of BLOCK_N keys that the queries see, from the last to the first (with ALiBi
 // or a text of the score, from the diagonal on), with the online softmax of softmax.cuh. After the
-// first tile, those without a mask keep the maxima as they are; a warp for which that does not
-// serve computes its scores again, by mma.sync.
+// first tile, those without a mask, and those of the mask of a text, keep the maxima as they are; a
+// warp for which that does not serve computes its scores again, by mma.sync.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; HEAD_DIM_V is that of V and O, which may be narrower, but then exactly
@@ -92,7 +92,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   consumer.end_products();
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
-  consumer.score_and_softmax(s, state, seen, masked, C::KEEPS_MAX && !masked);
+  consumer.score_and_softmax(s, state, seen, masked, masked ? C::KEEPS_MASKED_MAX : C::KEEPS_MAX);
   wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);

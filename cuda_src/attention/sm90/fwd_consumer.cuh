@@ -120,6 +120,9 @@ struct FwdConsumer {
   // of weights, also times values up to 2^80, fit float. Wide heads with a bias by TMA have no
   // registers for this.
   static constexpr bool KEEPS_MAX = !(L::HAS_BIAS && L::HEAD_DIM > 128);
+  // The mask of a text may hide a part of any tile, and not only of the first ones. A row that has
+  // seen no key by then reaches the limit.
+  static constexpr bool KEEPS_MASKED_MAX = KEEPS_MAX && HAS_MASK_TILES && !Options::ALIBI_IS_LINE;
   static constexpr float WEIGHT_LIMIT = T::IS_BFLOAT16 ? 0x1p40f : 0x1p15f;
 
   // Turns S into P, and gives K back. state.rescale is the factor for the O of earlier tiles.
@@ -139,9 +142,12 @@ struct FwdConsumer {
       bias_loads = add_bias_tile<typename L::TileBias, T>(
           s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen.keys);
     };
+    const auto apply_masks = [&] {
+      if (masked) score.apply_seen(s, seen.scores);
+      if (masked && !(HAS_MASK_TILES && is_inside())) score.apply_mask(s, at);
+    };
     score.apply(s, at, add_bias, masked, !at_old_max);
-    if (masked) score.apply_seen(s, seen.scores);
-    if (masked && !(HAS_MASK_TILES && is_inside())) score.apply_mask(s, at);
+    apply_masks();
     const auto scores_read = [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
       // they have, because all scores have been read, so that this wait costs nothing.
@@ -168,7 +174,8 @@ struct FwdConsumer {
       if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order, line)) {
         compute_s_again<T, L>(s, smem + q_ring.stage * L::TileQ::BYTES,
                               smem + L::K_OFFSET + kv_ring.stage * L::TileK::BYTES, warp_row);
-        score.apply(s, at, add_bias, UNMASKED);
+        score.apply(s, at, add_bias, masked);
+        apply_masks();
         state.template update<Options::SOFTCAP>(s, score.scale_log2);
       }
       scores_read();
