@@ -20,6 +20,7 @@
 #include "dropout.cuh"
 #include "mask.cuh"
 #include "softmax.cuh"
+#include "text/seen_scores.cuh"
 
 // The options that are fixed when a kernel is compiled. T is the dtype of q.
 //
@@ -138,6 +139,20 @@ struct Score {
     }
   }
 
+  // Sets the scores that the mask of a text hides in a partial tile to -inf.
+  template <int N>
+  __device__ __forceinline__ void apply_seen(float (&s)[N][4], const SeenScores<N>& seen) const {
+    if constexpr (HAS_MASK_TILES) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!(seen.words[n / 8] >> (n % 8 * 4 + i) & 1)) s[n][i] = -INF;
+        }
+      }
+    }
+  }
+
   // Sets the scores of keys that a query does not see to -inf. Most tiles do not need this.
   template <Rows ROWS, int N>
   __device__ __forceinline__ void apply_mask(float (&s)[N][4], const ScorePlace<ROWS>& at) const {
@@ -185,10 +200,10 @@ struct Score {
         bias.add_to_transposed(s, at.row, at.col, to_units(1.f));
       }
     }
-    if (HAS_MASK_TILES && !masked) return;  // the tile is full
-    for_each_place<HAS_USER_MASK>(s, at, masked, [&](float& x, int, int, auto query, auto key) {
-      if (!text::user_mask(at.batch, at.head, query, key, params)) x = -INF;
-    });
+    for_each_place<HAS_USER_MASK && !HAS_MASK_TILES>(
+        s, at, masked, [&](float& x, int, int, auto query, auto key) {
+          if (!text::user_mask(at.batch, at.head, query, key, params)) x = -INF;
+        });
   }
 
   // Sets the weights that dropout drops to 0. The softmax sums all weights, so this comes after it.

@@ -14,7 +14,6 @@ from score_texts import Capture, Case, Text, cases, temperature
 
 from cupyflash import Score, environment
 from cupyflash.ops.attention.checks import check
-from cupyflash.ops.attention.mask_tiles import FoundTiles
 from cupyflash.ops.attention.options import NO_EXTRAS, Options
 from cupyflash.ops.attention.planning import backward_plan, forward_plan
 from cupyflash.runtime.lookup import library_of
@@ -209,33 +208,6 @@ def check_falling_scores(folder: Path, backend: str) -> None:
         reference(inputs, **options, dropout_seed=5).check(**results)
 
 
-def check_tiles(folder: Path) -> None:
-    """Tiles that the mask hides are not read, and their bits are found once."""
-    shape = {"batch": 2, "seqlen_q": 300, "seqlen_k": 700, "heads_q": 2, "heads_kv": 1}
-    inputs = make_inputs("torch", "float16", **shape)
-    for name in ("documents", "causal"):
-        case, found = cases(2, 300, 700)[name], FoundTiles()
-        seen = case.mask(
-            *torch.meshgrid(*map(torch.arange, (1, 1, 300, 700)), indexing="ij"), case.arrays
-        )
-        last = int(seen.any(2).nonzero()[-1, -1])
-        right = expected(case, inputs)
-        inputs.k[:, last // 128 * 128 + 128 :] = inputs.v[:, last // 128 * 128 + 128 :] = torch.nan
-        for tiles in (["mask_tiles"], []):
-            with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
-                results = run(case, inputs, found=found)
-            print(f"tiles of {name}: {', '.join(launched)}")
-            assert launched[: len(tiles) + 1] == [*tiles, "flash_fwd_sm90"]
-            assert launched.count("mask_tiles") == 2 * len(tiles)
-            right.check(**results)
-        inputs.k.nan_to_num_(), inputs.v.nan_to_num_()
-    # Without the tiles, where blocks add in turns.
-    with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
-        results = run(case, inputs, deterministic="error")
-    assert launched.count("mask_tiles") == 1
-    expected(case, inputs).check(**results)
-
-
 def learning(case: Case) -> Case:
     """The same with the gradients of all its arrays of floats."""
     captures = tuple(x._replace(learns=x.dtype in FLOATS) for x in case.text.captures)
@@ -322,5 +294,3 @@ if __name__ == "__main__":
     check_gradients_of_packed(Path(sys.argv[1]), sys.argv[2])
     if sys.argv[2] in ("sm90", "fp16x3"):  # which add to the gradients by other kernels
         check_gradients(Path(sys.argv[1]), sys.argv[2])
-    if sys.argv[2] == "sm90":
-        check_tiles(Path(sys.argv[1]))

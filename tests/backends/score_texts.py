@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 CPP_TYPES = {"float32": "float", "float16": "half_t", "int32": "int", "int64": "int64_t"}
+CPP_TYPES["bool"] = "bool"
 
 
 class Capture(NamedTuple):

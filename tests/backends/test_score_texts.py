@@ -34,13 +34,27 @@ ARCHITECTURES = {(7, 5): "sm80", (8, 0): "sm80", (9, 0): "sm90", (10, 0): "sm80"
 SOME = {(8, 0): ("softcap", "table", "gate"), (9, 0): ("softcap", "table", "documents")}
 
 
-@pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
+needs_emulator = pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
+
+
+@needs_emulator
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results(backend, emulated_kernels):
-    """Against float64, in a process that takes itself for one with a Hopper GPU."""
+    """Against float64."""
+    emulate("emulated_scores.py", emulated_kernels, backend)
+
+
+@needs_emulator
+def test_masks(emulated_kernels):
+    """The tiles of masks on Hopper, against float64."""
+    emulate("emulated_masks.py", emulated_kernels)
+
+
+def emulate(script, *arguments):
+    """Run a script in a process that takes itself for one with a Hopper GPU."""
     path = os.pathsep.join((PYTHONPATH, str(SUPPORT)))
     variables = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    command = [sys.executable, str(HERE / "emulated_scores.py"), str(emulated_kernels), backend]
+    command = [sys.executable, str(HERE / script), *map(str, arguments)]
     done = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, timeout=900
     )
@@ -98,7 +112,7 @@ def test_registers_of_other_kernels(capability):
     if capability[0] * 10 + capability[1] not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
     dtype = "float16" if capability == (7, 5) else "bfloat16"
-    configs = [MaskTilesKernel(128, 128, True, text=text_of("documents"))]
+    configs = [MaskTilesKernel(128, 128, True, True, 128, text=text_of("documents"))]
     for name, head_dim, exact in (("alibi", 192, False), ("table", 128, True), ("gate", 64, False)):
         text = text_of(name)
         learning = tuple(x._replace(learns=True) for x in text.captures)
@@ -124,7 +138,10 @@ def test_registers_of_pieces():
     names = frozenset(("batch", "head", "query", "key"))
     text = of_pieces(Text(score, mask, (slopes, documents), True), names)
     kind = Kind("bfloat16", 128, Features(dropout=True, text=text), capability)
-    configs = [MaskTilesKernel(128, 128, True, text=text), capture_gradients.kernel(kind)]
+    configs = [
+        MaskTilesKernel(128, 128, True, True, 128, text=text),
+        capture_gradients.kernel(kind),
+    ]
     alone = Features(dropout=True, text=of_pieces(Text("", "", (), True), names))
     for features in (kind.features, alone):
         configs += main_kernels("sm90", kind._replace(features=features))

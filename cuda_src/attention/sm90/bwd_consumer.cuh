@@ -20,8 +20,8 @@ struct BwdConsumer {
   using Scores = float[L::BLOCK_M / 8][4];       // S, dP
   using Operand = uint32_t[L::BLOCK_M / 16][4];  // P, dS
   using Gradient = float[L::HEAD_DIM / 8][4];    // dK, dV
-  // lse_log2 or delta of this lane's queries, if they are read ahead.
-  using Constants = float2[L::CONSTANTS_AHEAD ? L::BLOCK_M / 8 : 1];
+  using Seen = SeenScores<L::BLOCK_M / 8>;
+  using Constants = ConstantsAhead<L>;
 
   const FlashBwdSm90Params& params;
   typename L::Shared& shared;
@@ -75,8 +75,9 @@ struct BwdConsumer {
   // the next products, and writes dS to shared memory, too.
   __device__ __forceinline__ void make_p_and_ds(Operand& p, Operand& ds, Scores& s, Scores& dp,
                                                 const Constants& lse_log2, const Constants& delta,
-                                                const BwdTile& tile, int head, int m_begin,
-                                                const Ring<L::STAGES>& place, bool masked) {
+                                                const Seen& seen, const BwdTile& tile, int head,
+                                                int m_begin, const Ring<L::STAGES>& place,
+                                                bool masked) {
     using TileS = typename L::TileS;
     constexpr int BLOCK_M = L::BLOCK_M;
     constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
@@ -93,9 +94,13 @@ struct BwdConsumer {
                                                         key_row % 64, bias_scale);
     };
     apply_score(s, slope, score, at, add_bias, masked);
-    if (masked) score.apply_mask(s, at);
+    if (masked) {
+      score.apply_seen(s, seen);
+      if (!HAS_MASK_TILES || uniform(tile.m_range.needs_mask(m_begin / BLOCK_M)))
+        score.apply_mask(s, at);
+    }
     recompute_weights(s, score, at, [&](int n, int i) {
-      return constant_of(lse_log2, shared.lse_log2[place.stage], n, i, column);
+      return constant_of<L>(lse_log2, shared.lse_log2[place.stage], n, i, column);
     });
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
@@ -108,7 +113,7 @@ struct BwdConsumer {
     wgmma_wait<0>();
     pin(dp);
     softmax_gradient<Options>(dp, s, params.base.shape, [&](int n, int i) {
-      return constant_of(delta, shared.delta[place.stage], n, i, column);
+      return constant_of<L>(delta, shared.delta[place.stage], n, i, column);
     });
     if constexpr (HAS_DBIAS) add_bias_gradient<Options>(dp, params.base, at);
     if constexpr (!EARLY) apply_slope<Options>(dp, slope);
@@ -196,17 +201,24 @@ struct BwdConsumer {
     Scores s, dp;
     Constants lse_log2, delta;
     Operand p, ds;
+    Seen seen;
+    if constexpr (HAS_MASK_TILES) {
+      if (masked) {
+        seen.template load<true>(params.base, tile, m_begin / L::BLOCK_M, key_row / 16,
+                                 tile.n_begin + key_row, m_begin);
+      }
+    }
     const int stage = ring.stage;
     shared.q.wait_full(ring);
     if constexpr (L::CONSTANTS_AHEAD) {
-      load_constants(lse_log2, shared.lse_log2[ring.stage]);
-      load_constants(delta, shared.delta[ring.stage]);
+      load_constants<L>(lse_log2, shared.lse_log2[ring.stage]);
+      load_constants<L>(delta, shared.delta[ring.stage]);
     }
     issue_s(s, ring);
     issue_dp(dp, ring);
     wgmma_wait<1>();
     pin(s);
-    make_p_and_ds(p, ds, s, dp, lse_log2, delta, tile, head, m_begin, ring, masked);
+    make_p_and_ds(p, ds, s, dp, lse_log2, delta, seen, tile, head, m_begin, ring, masked);
     issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m_begin, ring);
     wgmma_wait<0>();
     end_gradients(acc_dk, ds, ring);
@@ -269,26 +281,8 @@ struct BwdConsumer {
     issue_dp(dp, at);
     wgmma_wait<1>();
     pin(s);
-    make_p_and_ds(p, ds, s, dp, {}, {}, tile, head, m * L::BLOCK_M, at,
+    make_p_and_ds(p, ds, s, dp, {}, {}, {}, tile, head, m * L::BLOCK_M, at,
                   uniform(tile.m_range.needs_mask(m)));
-  }
-
-  static __device__ __forceinline__ float2 constant_pair(const float* constants, int n,
-                                                         int column) {
-    return *reinterpret_cast<const float2*>(constants + n * 8 + column);
-  }
-  __device__ __forceinline__ void load_constants(Constants& ahead, const float* constants) const {
-#pragma unroll
-    for (int n = 0; n < L::BLOCK_M / 8; ++n) ahead[n] = constant_pair(constants, n, lane % 4 * 2);
-  }
-
-  // Returns lse_log2 or delta of the query of element [n][i]. Queries are columns here.
-  static __device__ __forceinline__ float constant_of(const Constants& ahead,
-                                                      const float* constants, int n, int i,
-                                                      int column) {
-    const float2 pair = L::CONSTANTS_AHEAD ? ahead[L::CONSTANTS_AHEAD ? n : 0]
-                                           : constant_pair(constants, n, column);
-    return i % 2 ? pair.y : pair.x;
   }
 
   // Writes this warpgroup's part of dQ to shared memory for the reducer.

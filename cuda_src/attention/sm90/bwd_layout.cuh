@@ -74,3 +74,27 @@ struct BwdLayout {
     return smem + BIAS_OFFSET + group * TileBias::BYTES;
   }
 };
+
+// lse_log2 or delta of the queries of a lane, if they are read ahead. Queries are columns.
+template <class L>
+using ConstantsAhead = float2[L::CONSTANTS_AHEAD ? L::BLOCK_M / 8 : 1];
+
+__device__ __forceinline__ float2 constant_pair(const float* constants, int n, int column) {
+  return *reinterpret_cast<const float2*>(constants + n * 8 + column);
+}
+
+template <class L>
+__device__ __forceinline__ void load_constants(ConstantsAhead<L>& ahead, const float* constants) {
+#pragma unroll
+  for (int n = 0; n < L::BLOCK_M / 8; ++n)
+    ahead[n] = constant_pair(constants, n, threadIdx.x % 4 * 2);
+}
+
+// Returns that of the query of element [n][i].
+template <class L>
+__device__ __forceinline__ float constant_of(const ConstantsAhead<L>& ahead, const float* constants,
+                                             int n, int i, int column) {
+  const float2 pair =
+      L::CONSTANTS_AHEAD ? ahead[L::CONSTANTS_AHEAD ? n : 0] : constant_pair(constants, n, column);
+  return i % 2 ? pair.y : pair.x;
+}

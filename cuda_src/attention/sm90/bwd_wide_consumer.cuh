@@ -69,7 +69,8 @@ struct BwdWideConsumer {
   // ---- score, P ----
 
   // Turns S into P.
-  __device__ __forceinline__ void make_p(Scores& s, Scores& slope, const BwdTile& tile,
+  __device__ __forceinline__ void make_p(Scores& s, Scores& slope,
+                                         const typename L::Shared::BlockTile& tile,
                                          const Place& at) {
     const Score<Options, FlashBwdParams> score(params.base);
     const int thread = fresh_thread_index();
@@ -80,13 +81,17 @@ struct BwdWideConsumer {
     const ScorePlace<Rows::QUERIES> place = {
         tile.sequence, tile.batch, at.head, alibi_slope, params.base.dropout_seed, query, key};
     if constexpr (HAS_MASK_TILES) {
-      const bool masked = uniform(tile.needs_mask(at.m));
-      apply_score(s, slope, score, place, NoBiasTile(), masked);
-      if (masked) score.apply_mask(s, place);
+      apply_score(s, slope, score, place, NoBiasTile(), uniform(tile.needs_mask(at.m)));
+      if (!uniform(tile.row.is_full(at.m))) {
+        SeenScores<L::KEYS / 8> seen;
+        seen.template load<false>(params.base, tile, at.m, row / 16 * L::GROUPS + group,
+                                  query - row % 16, tile.n_begin + group * L::KEYS);
+        score.apply_seen(s, seen);
+      }
     } else {
       apply_score(s, slope, score, place);
-      if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
     }
+    if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
     const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];
     recompute_weights(s, score, place, [&](int, int i) { return lse_log2[i / 2 * 8]; });
   }

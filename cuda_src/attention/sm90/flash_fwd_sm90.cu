@@ -13,8 +13,8 @@
 // A persistent block takes tiles of BLOCK_M queries of one head, one after the other. For each it
 // walks over the tiles of BLOCK_N keys that the queries see, from the last to the first (with ALiBi
 // or a text of the score, from the diagonal on), with the online softmax of softmax.cuh. After the
-// first tile, those without a mask keep the maxima as they are; a warp for which that does not
-// serve computes its scores again, by mma.sync.
+// first tile, those without a mask, and those of the mask of a text, keep the maxima as they are; a
+// warp for which that does not serve computes its scores again, by mma.sync.
 //
 // Template parameters. T is the dtype of Q; HEAD_DIM is that of the tiles, and a smaller head_dim
 // is filled up with zeros; HEAD_DIM_V is that of V and O, which may be narrower, but then exactly
@@ -70,7 +70,8 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
-  consumer.score_and_softmax(s, state, consumer.load_seen(), !consumer.is_inner(), AT_NEW_MAX);
+  const bool masked = !consumer.is_inner();
+  consumer.score_and_softmax(s, state, consumer.load_seen(masked), masked, AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
 }
@@ -83,7 +84,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   const auto v_ring = consumer.kv_ring;
   consumer.kv_ring.advance();
   typename C::Scores s;
-  const typename C::Seen seen = consumer.load_seen();
+  const typename C::Seen seen = consumer.load_seen(masked);
   consumer.begin_products();
   consumer.issue_qk(s);
   if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
@@ -91,7 +92,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   consumer.end_products();
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
-  consumer.score_and_softmax(s, state, seen, masked, C::KEEPS_MAX && !masked);
+  consumer.score_and_softmax(s, state, seen, masked, masked ? C::KEEPS_MASKED_MAX : C::KEEPS_MAX);
   wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);

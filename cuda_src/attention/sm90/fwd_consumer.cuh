@@ -3,11 +3,11 @@
 #pragma once
 #include "../../common/wg_gemm.cuh"
 #include "../score.cuh"
-#include "../warp_gemm.cuh"
 #include "bias_tile.cuh"
 #include "fwd_block.cuh"
 #include "fwd_split.cuh"
 #include "ordered_softmax.cuh"
+#include "scores_again.cuh"
 
 // L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
 // The accumulators are arguments of the steps, because the compiler breaks a struct up into
@@ -18,7 +18,10 @@ struct FwdConsumer {
   using Scores = float[L::BLOCK_N / 8][4];
   using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
   using Output = float[L::HEAD_DIM_V / 8][4];
-  using Seen = SeenKeys<Options::BIAS, L::BLOCK_N / 8>;
+  struct Seen {
+    SeenKeys<Options::BIAS, L::BLOCK_N / 8> keys;
+    SeenScores<L::BLOCK_N / 8> scores;
+  };
   static constexpr bool INNER_APART = L::INNER_APART;
 
   const FlashFwdSm90Params& params;
@@ -98,9 +101,16 @@ struct FwdConsumer {
 
   // ---- score and softmax ----
 
-  // Loads the key mask of tile n. A load before a wait is complete when the scores are.
-  __device__ __forceinline__ Seen load_seen() const {
-    return Seen(params.base.bias, tile->batch, key_tile() * L::BLOCK_N);
+  // Loads the masks of tile n. A load before a wait is complete when the scores are.
+  __device__ __forceinline__ Seen load_seen(bool masked) const {
+    Seen seen = {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, {}};
+    if constexpr (HAS_MASK_TILES) {
+      if (masked) {
+        seen.scores.template load<false>(params.base, *tile, n, warp_row / 16,
+                                         tile->m_begin + warp_row, key_tile() * L::BLOCK_N);
+      }
+    }
+    return seen;
   }
 
   // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
@@ -110,6 +120,9 @@ struct FwdConsumer {
   // of weights, also times values up to 2^80, fit float. Wide heads with a bias by TMA have no
   // registers for this.
   static constexpr bool KEEPS_MAX = !(L::HAS_BIAS && L::HEAD_DIM > 128);
+  // The mask of a text may hide a part of any tile, and not only of the first ones. A row that has
+  // seen no key by then reaches the limit.
+  static constexpr bool KEEPS_MASKED_MAX = KEEPS_MAX && HAS_MASK_TILES && !Options::ALIBI_IS_LINE;
   static constexpr float WEIGHT_LIMIT = T::IS_BFLOAT16 ? 0x1p40f : 0x1p15f;
 
   // Turns S into P, and gives K back. state.rescale is the factor for the O of earlier tiles.
@@ -127,10 +140,14 @@ struct FwdConsumer {
     const auto add_bias = [&](Scores& s, float bias_scale) {
       shared.bias[group].wait_full(bias_ring);
       bias_loads = add_bias_tile<typename L::TileBias, T>(
-          s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen);
+          s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen.keys);
+    };
+    const auto apply_masks = [&] {
+      if (masked) score.apply_seen(s, seen.scores);
+      if (masked && !(HAS_MASK_TILES && is_inside())) score.apply_mask(s, at);
     };
     score.apply(s, at, add_bias, masked, !at_old_max);
-    if (masked) score.apply_mask(s, at);
+    apply_masks();
     const auto scores_read = [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
       // they have, because all scores have been read, so that this wait costs nothing.
@@ -155,8 +172,10 @@ struct FwdConsumer {
     if (at_old_max) {
       const auto line = score.line(at);  // ALiBi, which becomes a part of the exponentials
       if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order, line)) {
-        compute_s_again(s);
-        score.apply(s, at, add_bias, UNMASKED);
+        compute_s_again<T, L>(s, smem + q_ring.stage * L::TileQ::BYTES,
+                              smem + L::K_OFFSET + kv_ring.stage * L::TileK::BYTES, warp_row);
+        score.apply(s, at, add_bias, masked);
+        apply_masks();
         state.template update<Options::SOFTCAP>(s, score.scale_log2);
       }
       scores_read();
@@ -167,29 +186,6 @@ struct FwdConsumer {
       state.template update<Options::SOFTCAP>(s, score.scale_log2, scores_read);
     }
     score.apply_dropout(s, at);
-  }
-
-  // Computes the S of this warp by mma.sync, for which it does not need the rest of its warpgroup.
-  __device__ __forceinline__ void compute_s_again(Scores& s) {
-    using TileQ = typename L::TileQ;
-    using TileK = typename L::TileK;
-    auto& rows = reinterpret_cast<float (&)[1][L::BLOCK_N / 8][4]>(s);
-    set_zero(rows);
-    // Registers are scarce: no address may wait in one for this rare case, and the steps are a
-    // loop.
-    RowOperandA<TileQ> q(smem + q_ring.stage * TileQ::BYTES, opaque(warp_row));
-    RowOperandB<TileK> k(smem + L::K_OFFSET + kv_ring.stage * TileK::BYTES, opaque(0));
-    const uint32_t q_address = q.address, k_address = k.address;
-#pragma unroll 1
-    for (int i = 0; i < L::HEAD_DIM / 16; ++i) {
-      q.address = TileQ::advance(q_address, 0, 2 * i);
-      k.address = TileK::advance(k_address, 0, 2 * i);
-      warp_gemm<T, 90, 1>(rows, q, k);
-    }
-    uint32_t loaded = 0;  // K may be given back only after its loads have returned
-#pragma unroll
-    for (int n = 0; n < L::BLOCK_N / 8; n += 2) loaded |= opaque_bits(s[n][0]);
-    wait_for_loads(loaded);
   }
 
   // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would
@@ -259,9 +255,13 @@ struct FwdConsumer {
   // Whether no score of the key tile is masked, and ALiBi, if there is one, is linear there.
   __device__ __forceinline__ bool is_inner() const {
     if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
-    const int place = key_tile();
-    if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(place))) return false;
-    return place < inner_end && place >= inner_begin;
+    if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(key_tile())))
+      return false;
+    return is_inside();
+  }
+  // Whether all queries of the tile see all of its keys, but for the mask of a text.
+  __device__ __forceinline__ bool is_inside() const {
+    return key_tile() < inner_end && key_tile() >= inner_begin;
   }
 
   // ---- results ----
@@ -280,7 +280,7 @@ struct FwdConsumer {
         sums[half] = state.partial(half, score.scale_log2);
         inverse = sums[half].y == 0.f ? 0.f : rcp_approx(sums[half].y);
       } else {
-        inverse = state.finish(half, score.scale_log2, lse[half], sink_of(done) * LOG2E);
+        inverse = state.finish(half, score.scale_log2, lse[half], sink_of(params, done) * LOG2E);
       }
       if constexpr (Options::DROPOUT) inverse *= params.base.shape.dropout_scale;
 #pragma unroll
@@ -299,7 +299,7 @@ struct FwdConsumer {
     if constexpr (SPLIT) {
       store_partial_sums(params, done, warp_row, sums);
     } else {
-      store_lse(done, lse);
+      store_lse(params, done, warp_row, lane, lse);
     }
   }
 
@@ -319,32 +319,17 @@ struct FwdConsumer {
     if constexpr (SPLIT) {
       store_partial_sums(params, empty, warp_row, {{-INF, 0.f}, {-INF, 0.f}});
     } else {
-      const float sink = sink_of(empty);
-      store_lse(empty, {sink, sink});
+      const float sink = sink_of(params, empty);
+      store_lse(params, empty, warp_row, lane, {sink, sink});
     }
   }
 
  private:
-  __device__ __forceinline__ float sink_of(const EveryFwdTile& of) const {
-    return params.base.sinks ? params.base.sinks[of.head] : -INF;
-  }
-
   // Tells the writer that this warp's rows of O are complete. The fence makes them visible to the
   // copy engine.
   __device__ __forceinline__ void hand_over_o(int stage) {
     fence_async_proxy();
     __syncwarp();  // all lanes have written
     if (lane == 0) mbarrier_arrive(smem_address(&shared.o_full[stage][group]));
-  }
-
-  __device__ __forceinline__ void store_lse(const EveryFwdTile& of, const float (&lse)[2]) const {
-    float* out = params.base.lse;
-    if (!out || lane % 4 != 0) return;
-    out += of.lse_row(params.base);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp_row + lane / 4 + half * 8;
-      if (row < of.m_rows) out[row] = lse[half];
-    }
   }
 };

@@ -1,6 +1,26 @@
-// What a split of the sm_90 forward kernel leaves for flash_fwd_combine_sm90.cu.
+// What a warp of the sm_90 forward kernel stores of its 16 rows beside O, and what it leaves for
+// flash_fwd_combine_sm90.cu in a split.
 #pragma once
 #include "fwd_block.cuh"
+
+__device__ __forceinline__ float sink_of(const FlashFwdSm90Params& params,
+                                         const EveryFwdTile& tile) {
+  return params.base.sinks ? params.base.sinks[tile.head] : -INF;
+}
+
+// Stores the LSE of the two rows of a lane. `row` is the first one of the warp in the tile.
+__device__ __forceinline__ void store_lse(const FlashFwdSm90Params& params,
+                                          const EveryFwdTile& tile, int row, int lane,
+                                          const float (&lse)[2]) {
+  float* out = params.base.lse;
+  if (!out || lane % 4 != 0) return;
+  out += tile.lse_row(params.base);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = row + lane / 4 + half * 8;
+    if (own < tile.m_rows) out[own] = lse[half];
+  }
+}
 
 // Stores the output of a split in float32: 16 rows of a warp, from `row` of the tile on.
 template <int N>

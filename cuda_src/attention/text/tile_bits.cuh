@@ -1,30 +1,37 @@
-// Two bits for each tile of a mask that a caller has written: "some" query of the tile sees some
-// key of it, and "all" see all. mask_tiles.cu finds them. The kernels walk over the tiles with the
-// first bit, and apply the mask where the second is missing.
+// What the kernels know of a mask that a caller has written, which mask_tiles.cu finds. Two bits
+// for each tile: "some" query of the tile sees some key of it, and "all" see all. The kernels walk
+// over the tiles with the first bit, and apply the mask where the second is missing. Such a tile is
+// partial; as long as there is a place for it, a bit of each of its scores lies in memory
+// (seen_scores.cuh).
 #pragma once
 #include "../../common/types.cuh"
 
 // The bits in memory, in front of the captures: for each sequence and row of tiles `words` words of
 // "some" and as many of "all". A row has the key tiles of a query tile, or the query tiles of a key
-// tile in the backward.
+// tile in the backward. Each word of each row has as many places for partial tiles.
 struct MaskTileBits {
   const uint32_t* bits;
-  int64_t batch_stride;  // in words
+  const uint32_t* places;
+  int batch_words;  // of "some" of a sequence
   int words;
-  uint8_t padding[44];  // 64 bytes in all
+  int word_places;
+  int place_words;      // the size of a place
+  uint8_t padding[32];  // 64 bytes in all
 };
 
 // A row of tiles, as the record of a block's tile has it.
 struct TileRow {
   const uint32_t* some;
   int words;
+  int first_word;  // the number of its first one among those of all rows
 
   // Params is the argument of the kernel, which begins with a MaskTileBits.
   template <class Params>
   __device__ void locate(const Params& params, int batch, int row) {
     const MaskTileBits& tiles = reinterpret_cast<const MaskTileBits&>(params);
     words = tiles.words;
-    some = tiles.bits + batch * tiles.batch_stride + int64_t(row) * 2 * words;
+    first_word = batch * tiles.batch_words + row * words;
+    some = tiles.bits + 2 * int64_t(first_word);
   }
 
   // The last tile up to this one that has the bit "some", or -1.
@@ -50,6 +57,17 @@ struct TileRow {
   }
 
   __device__ bool is_full(int tile) const { return some[words + tile / 32] >> tile % 32 & 1; }
+
+  // The bits of the scores of a partial tile, or null if it has no place.
+  template <class Params>
+  __device__ const uint32_t* place_of(const Params& params, int tile) const {
+    const MaskTileBits& tiles = reinterpret_cast<const MaskTileBits&>(params);
+    const int word = tile / 32;
+    const uint32_t partial = some[word] & ~some[words + word];
+    const int before = __popc(partial & ~(0xffffffffu << tile % 32));
+    if (before >= tiles.word_places) return nullptr;
+    return tiles.places + ((first_word + word) * tiles.word_places + before) * tiles.place_words;
+  }
 
   // Leaves only what lies between the first and the last tile with the bit "some".
   template <class Range>

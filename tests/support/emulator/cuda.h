@@ -79,6 +79,7 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
   return static_cast<unsigned __int128>(a) * b >> 64;
 }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
 

@@ -162,8 +162,9 @@ class Mask(_Written):
         """The same mask, which remembers its tiles: those that are empty, and those that are full.
 
         A GPU finds them in the first call of each kernel, and later calls use them, those of other
-        layers for example. Each call of this mask must have the same lengths, and none may follow a
-        change of what the mask reads: make a new one then.
+        layers for example. On Hopper it also keeps a bit for each score of the other tiles, for a
+        kernel at most 128 MiB. Each call of this mask must have the same lengths, and none may
+        follow a change of what the mask reads: make a new one then.
         """
         mask = copy.copy(self)
         mask.found = FoundTiles()

@@ -5,7 +5,7 @@ forward.py and backward.py choose among them.
 
 import ctypes
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ....runtime.structs import header
 from ..kernels import AttentionKernel
@@ -24,6 +24,18 @@ BIAS_BY_TMA = (
 STORED_GRADIENT = BIAS_KINDS.index("STORED_GRADIENT")
 # The (head dim, head dim of v and out) of kernels that take v without padding.
 NARROW_V = ((192, 128),)
+
+
+class Fragment(NamedTuple):
+    """The scores of a warp in a tile: 16 rows.
+
+    Attributes:
+        rows_are_keys: its rows are keys, and its columns queries.
+        columns: how many it has, a divisor of those of the tile.
+    """
+
+    rows_are_keys: bool
+    columns: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +84,10 @@ class FlashFwdSm90(PagedKernel):
     @property
     def threads(self) -> int:
         return (self.block_m // 64 + 1) * WARPGROUP
+
+    @property
+    def fragment(self) -> Fragment:
+        return Fragment(rows_are_keys=False, columns=self.block_n)
 
     @property
     def boxes(self) -> dict[str, int]:
@@ -148,6 +164,10 @@ class FlashBwdSm90(MainKernel):
         return (self.block_n // 64 + 1) * WARPGROUP
 
     @property
+    def fragment(self) -> Fragment:
+        return Fragment(rows_are_keys=True, columns=self.block_m)
+
+    @property
     def stores_dbias(self) -> bool:
         """Whether it stores the gradient of the bias instead of adding to it."""
         return self.bias == STORED_GRADIENT
@@ -185,6 +205,10 @@ class FlashBwdWideSm90(MainKernel):
     @property
     def threads(self) -> int:
         return (self.groups + 1) * WARPGROUP
+
+    @property
+    def fragment(self) -> Fragment:
+        return Fragment(rows_are_keys=False, columns=self.block_n // self.groups)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""Masks as texts in the kernels of Hopper that run on the CPU, against float64.
+
+``python tests/backends/emulated_masks.py FOLDER``; kernels are compiled into the folder.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+from unittest import mock
+
+import emulator
+import torch
+from emulated_scores import check_case, expected, run
+from score_texts import Capture, Case, Text, cases
+
+from cupyflash import environment
+from cupyflash.ops.attention import mask_tiles
+from cupyflash.ops.attention.mask_tiles import FoundTiles
+from cupyflash.testing import make_inputs
+
+# With a place in memory for each partial tile, for one of each word, and for none.
+PLACES = (mask_tiles.PLACES_BYTES, 40000, 0)
+
+
+def check_tiles(folder: Path) -> None:
+    """Tiles that the mask hides are not read, and their bits are found once."""
+    shape = {"batch": 2, "seqlen_q": 300, "seqlen_k": 700, "heads_q": 2, "heads_kv": 1}
+    inputs = make_inputs("torch", "float16", **shape)
+    for name in ("documents", "causal"):
+        case, found = cases(2, 300, 700)[name], FoundTiles()
+        seen = case.mask(
+            *torch.meshgrid(*map(torch.arange, (1, 1, 300, 700)), indexing="ij"), case.arrays
+        )
+        last = int(seen.any(2).nonzero()[-1, -1])
+        right = expected(case, inputs)
+        inputs.k[:, last // 128 * 128 + 128 :] = inputs.v[:, last // 128 * 128 + 128 :] = torch.nan
+        for tiles in (["mask_tiles"], []):
+            with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+                results = run(case, inputs, found=found)
+            print(f"tiles of {name}: {', '.join(launched)}")
+            assert launched[: len(tiles) + 1] == [*tiles, "flash_fwd_sm90"]
+            assert launched.count("mask_tiles") == 2 * len(tiles)
+            right.check(**results)
+        inputs.k.nan_to_num_(), inputs.v.nan_to_num_()
+    # Without the tiles, where blocks add in turns.
+    with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+        results = run(case, inputs, deterministic="error")
+    assert launched.count("mask_tiles") == 1
+    expected(case, inputs).check(**results)
+
+
+def dense(queries: int, keys: int) -> Case:
+    """A Boolean array, of which no query sees a stretch, and all see another."""
+    seen = torch.rand(queries, keys, generator=torch.Generator().manual_seed(5)) < 0.5
+    seen[:, 40:90], seen[:, 150:300] = True, False
+    text = Text("", "seen(query, key)", (Capture("seen", "bool", 2),))
+    return Case(text, {"seen": seen}, mask=lambda b, h, q, k, c: c["seen"][q, k])
+
+
+def check_partial_tiles(folder: Path) -> None:
+    """Bits of scores from memory and from the text, in the fragments of all kernels."""
+    shapes = itertools.product((64, 96, 128, 192, 256), PLACES)
+    for number, (head_dim, places) in enumerate(shapes):
+        shape = {"batch": 1 + number % 2, "seqlen_q": 150, "seqlen_k": 330, "head_dim": head_dim}
+        inputs = make_inputs("torch", ("bfloat16", "float16")[number % 2], heads_q=1, **shape)
+        options = {"causal": True} if number % 3 == 2 else {}
+        print(f"{places} bytes:", end=" ")
+        with mock.patch.object(mask_tiles, "PLACES_BYTES", places):
+            check_case(folder, "dense", dense(150, 330), inputs, "sm90", **options)
+    with mock.patch.object(mask_tiles, "PLACES_BYTES", 0):
+        check_case(folder, "both", cases(1, 150, 330)["both"], inputs, "sm90")
+
+
+def check_late_maxima(folder: Path) -> None:
+    """Of the keys that come first queries see one: its score is no maximum to keep."""
+    inputs = make_inputs("torch", "float16", batch=1, seqlen_q=130, seqlen_k=330, head_dim=128)
+    case = dense(130, 330)
+    case.arrays["seen"][:, 256:329] = False
+    case.arrays["seen"][:, 329] = True
+    inputs.q.mul_(40)
+    check_case(folder, "late maxima", case, inputs, "sm90")
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    check_tiles(Path(sys.argv[1]))
+    check_partial_tiles(Path(sys.argv[1]))
+    check_late_maxima(Path(sys.argv[1]))
