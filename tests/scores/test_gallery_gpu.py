@@ -39,7 +39,7 @@ def test_gradients_in_exact_sums(target, name):
     arrays = case.arrays(torch.Generator().manual_seed(0))
     for dtype in target.dtypes:
         inputs = target.inputs(
-            dtype, batch=3, seqlen_q=LENGTH, seqlen_k=LENGTH, heads_q=HEADS, heads_kv=2, head_dim=64
+            dtype, batch=2, seqlen_q=LENGTH, seqlen_k=LENGTH, heads_q=HEADS, heads_kv=2, head_dim=64
         )
         moved = tuple(x.cuda() for x in arrays)
         calls = [results(inputs, moved, score=case.make, deterministic=True) for _ in range(5)]
