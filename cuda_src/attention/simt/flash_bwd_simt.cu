@@ -144,7 +144,6 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
 
     // ---- S = Q K^T, score, P ----
     float acc_s[ROWS][COLS];
-    uint64_t dropped;  // P * dS/dT may be negative, so that no sign can mark what is dropped
     set_zero(acc_s);
     multiply_add(
         acc_s, staged<BLOCK_M>(buffers.a, MapS::row()), staged<BLOCK_N>(buffers.b, MapS::col()),
@@ -179,12 +178,13 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
         }
       }
       if constexpr (DROPOUT) {
-        dropped = SimtDropout(params, block.batch, head).find<ROWS, COLS>(row, col);
+        const SimtDropout dropout(params, block.batch, head);
+        dropout.mark(acc_s, row, col);
 #pragma unroll
         for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
           for (int j = 0; j < COLS; ++j)
-            p[e][j] = SimtDropout::is_dropped(dropped, e, j) ? 0.0f : p[e][j] * shape.dropout_scale;
+            p[e][j] = is_kept(acc_s[e][j]) ? p[e][j] * shape.dropout_scale : 0.0f;
         }
       }
       store_rows_of<BLOCK_M, BLOCK_N>(weights, p);
@@ -225,12 +225,8 @@ __global__ void __launch_bounds__(SIMT_THREADS, 2) flash_bwd_simt(const FlashBwd
 #pragma unroll
       for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
-        for (int j = 0; j < COLS; ++j) {
-          float dp = acc_dp[e][j];
-          if constexpr (DROPOUT)
-            dp = SimtDropout::is_dropped(dropped, e, j) ? 0.0f : dp * shape.dropout_scale;
-          acc_s[e][j] *= dp - delta[e];
-        }
+        for (int j = 0; j < COLS; ++j)
+          score_gradient<DROPOUT>(acc_s[e][j], acc_dp[e][j], delta[e], shape);
       }
       if constexpr (HAS_DBIAS) {
         if (params.dbias) {

@@ -157,14 +157,16 @@ struct SimtDropout {
         limit(uint32_t(params.shape.dropout_threshold) << 16),
         first(first_weight(params, batch, head)) {}
 
-  // The dropped weights: a bit for each, 16 for rows i and i + 4. row and col are those of the
+  // Marks each weight by its lowest bit, 1 if it is dropped. The sign will not do: a weight that
+  // has been multiplied by the slope of a score may be negative. row and col are those of the
   // thread's first weight. The loop is not unrolled, because its calls side by side would take too
   // many registers.
   template <int ROWS, int COLS>
-  __device__ __forceinline__ uint64_t find(uint32_t row, uint32_t col) const {
+  __device__ __forceinline__ void mark(float (&weights)[ROWS][COLS], uint32_t row,
+                                       uint32_t col) const {
     row += first.row;
     col += first.col;
-    uint64_t dropped = 0;
+    uint64_t dropped = 0;  // a bit for each weight, 16 for rows i and i + 4
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
       const uint32_t r = row + i;
@@ -187,39 +189,24 @@ struct SimtDropout {
       }
       dropped |= uint64_t(bits) << (16 * i);
     }
-    return dropped;
-  }
-
-  // Marks dropped weights by a negative sign; weights are never negative.
-  template <int ROWS, int COLS>
-  __device__ __forceinline__ void mark(float (&weights)[ROWS][COLS], uint32_t row,
-                                       uint32_t col) const {
-    const uint64_t dropped = find<ROWS, COLS>(row, col);
 #pragma unroll
     for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
       for (int j = 0; j < COLS; ++j) {
-        if (is_dropped(dropped, e, j)) weights[e][j] = -weights[e][j];
+        const uint32_t bit = dropped >> (16 * (e % 4) + 8 * (e / 4) + j) & 1;
+        weights[e][j] = __uint_as_float((__float_as_uint(weights[e][j]) & ~1u) | bit);
       }
     }
-  }
-
-  // Whether find() has found weight (e, j).
-  __device__ __forceinline__ static bool is_dropped(uint64_t dropped, int e, int j) {
-    return dropped >> (16 * (e % 4) + 8 * (e / 4) + j) & 1;
   }
 };
 
 // Whether dropout keeps a weight that mark() has seen.
-__device__ __forceinline__ bool is_kept(float weight) { return __float_as_int(weight) >= 0; }
+__device__ __forceinline__ bool is_kept(float weight) { return !(__float_as_uint(weight) & 1); }
 
 // Turns a weight, as mark() has left it, into the gradient of the score. dp is its element of dP.
 template <bool DROPOUT>
 __device__ __forceinline__ void score_gradient(float& weight, float dp, float delta,
                                                const AttentionShape& shape) {
-  if constexpr (DROPOUT) {
-    dp = is_kept(weight) ? dp * shape.dropout_scale : 0.0f;
-    weight = fabsf(weight);
-  }
+  if constexpr (DROPOUT) dp = is_kept(weight) ? dp * shape.dropout_scale : 0.0f;
   weight *= dp - delta;
 }
