@@ -109,9 +109,9 @@ def attention(
             ``indices`` with an additive mask; packed sequences with ``indices``, a
             ``position_bias``, padding, or a mask that is neither causal nor sliding; and as
             `cupyflash.attention`.
-        TypeError, ValueError: a mask of another rank, a causal layer without a mask that has more
-            or fewer keys than queries, no mask and no word of ``is_causal``, and as
-            `cupyflash.attention`.
+        TypeError, ValueError: one of the ``cu_seq_lens`` without the other, a mask of another rank,
+            a causal layer without a mask that has more or fewer keys than queries, no mask and no
+            word of ``is_causal``, and as `cupyflash.attention`.
     """
     _refuse_weights(others)
     _refuse(cache, "paged caches (continuous batching)", "the dynamic and the static cache")
@@ -129,6 +129,10 @@ def attention(
         causal, window = _inside_sequences(attention_mask, causal, sliding)
         options |= {"causal": causal, "window": window, "sinks": s_aux}
         return attention_of_rows(FUNCTION, given, query, key, value, **options), None
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
+        fact = "cu_seq_lens_q and cu_seq_lens_k must come together"
+        raise TypeError(f"{FUNCTION}: {fact}, got no {missing}")
     if cu_seq_lens_q is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
         _refuse(position_bias, "position biases of packed sequences", "sequences of one length")

@@ -579,6 +579,9 @@ def test_bad_input():
         integration.attention(torch.nn.Module(), x, x, x, None)
     with pytest.raises(ValueError, match="cu_seq_lens_k must be .* of the 4 keys, got .* 5 quer"):
         integration.attention(module, x, x[:, :, :4], x[:, :, :4], None, **packed)
+    for name, missing in (("cu_seq_lens_q", "cu_seq_lens_k"), ("cu_seq_lens_k", "cu_seq_lens_q")):
+        with pytest.raises(TypeError, match=f"must come together, got no {missing}"):
+            integration.attention(module, x, x, x, None, **{name: packed[name]})
     with pytest.raises(NotImplementedError, match="position biases of packed .* got Tensor"):
         integration.attention(module, x, x, x, None, position_bias=x, **packed)
     for tokens in ([0, 1, 1, 1, 1], [1, 1, 1, 1, 0]):
