@@ -129,11 +129,7 @@ def attention(
         causal, window = _inside_sequences(attention_mask, causal, sliding)
         options |= {"causal": causal, "window": window, "sinks": s_aux}
         return attention_of_rows(FUNCTION, given, query, key, value, **options), None
-    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
-        fact = "cu_seq_lens_q and cu_seq_lens_k must come together"
-        raise TypeError(f"{FUNCTION}: {fact}, got no {missing}")
-    if cu_seq_lens_q is not None:
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         _refuse(indices, "indices of keys in packed sequences", "sequences of one length")
         _refuse(position_bias, "position biases of packed sequences", "sequences of one length")
         options["causal"], options["window"] = _inside_sequences(attention_mask, causal, sliding)
@@ -155,12 +151,16 @@ def attention(
 
 def _packed(
     tensors: tuple[Tensor, Tensor, Tensor],
-    cu_seqlens: tuple[Tensor, Tensor],
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
     sinks: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Attention of sequences that are packed along axis 2; the result has axes 1, 2 swapped."""
     query, key, _ = tensors
+    if any(x is None for x in cu_seqlens):
+        missing = "cu_seq_lens_q" if cu_seqlens[0] is None else "cu_seq_lens_k"
+        fact = "cu_seq_lens_q and cu_seq_lens_k must come together"
+        raise TypeError(f"{FUNCTION}: {fact}, got no {missing}")
     if cu_seqlens[1] is cu_seqlens[0] and key.shape[2] != query.shape[2]:
         raise ValueError(
             f"{FUNCTION}: cu_seq_lens_k must be those of the {key.shape[2]} keys, got those of "

@@ -254,7 +254,8 @@ def test_wrong_calls():
         ({"score": x}, TypeError, "score must be a function or a cupyflash.Score, got an array"),
         ({"mask": x > 0}, TypeError, "(an array of scores to add, or a Boolean one, is bias=)"),
         ({"mask": cupyflash.Score(score)}, TypeError, "mask must be a function or a cupyflash.Mask"),
-        ({"score": lambda s, b, h, q, k: s * SLOPES[q]}, IndexError, "SLOPES is read outside of its axis 0 of 4, got index 4"),
+        ({"score": lambda s, b, h, q, k: s * SLOPES[q]}, ValueError, "axis 0 of SLOPES must have at least 8 elements, got (4,), where"),
+        ({"score": lambda s, b, h, q, k: s * SLOPES[q + 1]}, IndexError, "SLOPES is read outside of its axis 0 of 4, got index 4"),
         ({"score": lambda s, b, h, q, k: s * slopes[h]}, TypeError, "attention: slopes must be a numpy.ndarray like q"),
     ):  # fmt: skip
         refused(kind, fact, x, x, x, **options)

@@ -467,13 +467,29 @@ def test_strides_of_captures():
     def check(*strides):
         text = Text("score + table(head, key)", "", (Capture("table", "float32", 2),))
         view = View((2, 2), strides, "float32", -1)
-        check_text("attention", Options(text=text), {}, (view,), view)
+        check_text("attention", Options(text=text), {}, (view,), view, {})
 
     check(2**31 - 1, 2**29 - 1)
     with pytest.raises(ValueError, match="the last stride of table must be less than .* bytes"):
         check(2, 2**29)
     with pytest.raises(ValueError, match="the strides of table must be less than .* elements"):
         check(2**31, 2)
+
+
+def test_arrays_that_are_too_short():
+    """The kernels read what an index says. A condition may keep it inside, and lengths may."""
+    q, k, v = numpy.random.default_rng(0).standard_normal((3, 3, 5, 2, 8), "float32")
+    x, y = numpy.zeros((2, 5), "float32"), numpy.zeros(4, "int32")
+    with pytest.raises(ValueError, match=r"axis 0 of x must have at least 3 .* \(2, 5\), .* batch"):
+        cupyflash.attention(q, k, v, score=cupyflash.Score("score + x(batch, query)", x=x))
+    with pytest.raises(ValueError, match=r"axis 0 of y must have at least 5 .* \(4,\), .* by key"):
+        cupyflash.attention(q, k, v, mask=cupyflash.Mask("y(key) == 0 && key <= query", y=y))
+    right = cupyflash.attention(q, k[:, :4], v[:, :4])
+    guarded = cupyflash.attention(q, k, v, mask=cupyflash.Mask("key < 4 && y(key) == 0", y=y))
+    numpy.testing.assert_allclose(guarded, right, rtol=1e-5, atol=1e-6)
+    mask, lengths = cupyflash.Mask("y(key) == 0", y=y), numpy.full(3, 4, "int32")
+    short = cupyflash.attention(q, k, v, mask=mask, seqused_k=lengths)
+    numpy.testing.assert_allclose(short, right, rtol=1e-5, atol=1e-6)
 
 
 def test_tiles_of_streams_and_graphs(monkeypatch):

@@ -91,12 +91,23 @@ def check(
     strides = {name: canonical_strides(name, x, options) for name, x in tensors.items()}
     facts = _check_extras(function, extras, q, sizes)
     if options.text is not None:
-        check_text(function, options, extras, captures, q)
+        check_text(function, options, extras, captures, q, _places(options, extras, sizes))
     return Problem(
         q.dtype, q.device, shape, (head_dim, head_dim_v), strides, facts,
         sizes.get("total_q"), sizes.get("total_k"), tf32=options.precision == "tf32",
         text=options.text, captures=captures,
     )  # fmt: skip
+
+
+def _places(
+    options: Options, extras: Mapping[str, View], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """How many batches, heads, queries and keys a text meets, unless the GPU alone knows them."""
+    found = {"batch": sizes["batch"], "head": sizes["heads_q"]}
+    for name, axis in (("query", "q"), ("key", "k")):
+        if options.max_seqlens is None and f"seqused_{axis}" not in extras:
+            found[name] = sizes[f"seqlen_{axis}"]
+    return found
 
 
 def _check_heads(
