@@ -1,14 +1,11 @@
 """The checks of the text of a call: the options beside it, and the arrays that it reads."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....runtime.array import View, device_name
 from ....runtime.overlap import item_size
 from .text import Text
-
-if TYPE_CHECKING:
-    from .tree import Node
 
 MOST_STEPS = 2**31  # elements between neighbours of an axis, and bytes of the last one: 32 bits
 
@@ -79,19 +76,10 @@ def _read_by_places(text: Text) -> Iterator[tuple[str, int, str]]:
 
     Reads behind a condition are left out, since it may keep them inside of the array.
     """
+    from .write import nodes  # imported when a call has a text
+
     for tree in (text.score_tree, text.mask_tree):
-        for node in () if tree is None else _unconditional(tree):
+        for node in () if tree is None else nodes(tree, unconditional=True):
             for axis, index in enumerate(node.args if node.op == "capture" else ()):
                 if index.op == "name":
                     yield node.value.name, axis, index.value
-
-
-def _unconditional(tree: "Node") -> Iterator["Node"]:
-    """The nodes that are computed for each score."""
-    seen, left = set(), [tree]
-    while left:
-        node = left.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            yield node
-            left += node.args[:1] if node.op in ("&&", "||", "where") else node.args

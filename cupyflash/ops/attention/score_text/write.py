@@ -125,12 +125,13 @@ def _is_of_piece(x: Node) -> bool:
     return all(y.value == PIECES for y in parts)
 
 
-def nodes(tree: Node) -> Iterator[Node]:
-    """Each node of a tree once."""
+def nodes(tree: Node, unconditional: bool = False) -> Iterator[Node]:
+    """Each node of a tree once; if wanted only those that are computed for every score."""
     seen, waiting = set(), [tree]
     while waiting:
         x = waiting.pop()
         if id(x) not in seen:
             seen.add(id(x))
             yield x
-            waiting += x.args
+            behind = unconditional and x.op in ("&&", "||", "where")
+            waiting += x.args[:1] if behind else x.args
