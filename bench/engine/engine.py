@@ -122,7 +122,7 @@ def clock_of(impl: str, model: Any, cell: Cell, options: argparse.Namespace) -> 
 
 
 def measured(impl: str, model: Any, cell: Cell, options: argparse.Namespace) -> Row:
-    """What a row says of the time of a cell; the first run compiles.
+    """The fields of a row that the timing of its cell gives; a first run compiles and is not timed.
 
     Raises:
         TimeoutError: --serve-seconds were too short for one token.

@@ -98,7 +98,7 @@ def transformers(
 
 
 def _of_manager(manager: Any, load: Load, seconds: float) -> Generated:
-    """What a manager of transformers generates.
+    """The new tokens that a manager of continuous batching generates, and their time.
 
     Raises:
         RuntimeError: its thread has failed.

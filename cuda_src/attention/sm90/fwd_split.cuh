@@ -1,5 +1,5 @@
-// What a warp of the sm_90 forward kernel stores of its 16 rows beside O, and what it leaves for
-// flash_fwd_combine_sm90.cu in a split.
+// The sm_90 forward kernel stores the LSE of its rows here, and in a split the partial results that
+// flash_fwd_combine_sm90.cu merges.
 #pragma once
 #include "fwd_block.cuh"
 

@@ -1,8 +1,7 @@
-// What the kernels know of a mask that a caller has written, which mask_tiles.cu finds. Two bits
-// for each tile: "some" query of the tile sees some key of it, and "all" see all. The kernels walk
-// over the tiles with the first bit, and apply the mask where the second is missing. Such a tile is
-// partial; as long as there is a place for it, a bit of each of its scores lies in memory
-// (seen_scores.cuh).
+// mask_tiles.cu evaluates the mask of a caller and leaves two bits for each tile: "some" query of
+// the tile sees some key of it, and "all" see all. The kernels walk over the tiles with the first
+// bit, and apply the mask where the second is missing. Such a tile is partial; as long as there is
+// a place for it, a bit of each of its scores lies in memory (seen_scores.cuh).
 #pragma once
 #include "../../common/types.cuh"
 
