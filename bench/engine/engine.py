@@ -122,7 +122,7 @@ def clock_of(impl: str, model: Any, cell: Cell, options: argparse.Namespace) -> 
 
 
 def measured(impl: str, model: Any, cell: Cell, options: argparse.Namespace) -> Row:
-    """The fields of a row that the timing of its cell gives; a first run compiles and is not timed.
+    """The fields of a row that the timing of its cell gives; a first run compiles, without a clock.
 
     Raises:
         TimeoutError: --serve-seconds were too short for one token.
@@ -130,7 +130,6 @@ def measured(impl: str, model: Any, cell: Cell, options: argparse.Namespace) -> 
     if cell.kind == "serve":
         engine = serve.ours if impl == "cupyflash" else serve.transformers
         with engine(model, load(cell), options.max_batch, options.serve_seconds) as generate:
-            generate()
             found = generate()
         if not found.tokens:
             raise TimeoutError(f"no token in {options.serve_seconds:g} s")

@@ -79,6 +79,15 @@ def test_ours_ends_all_requests(cpu):
         assert generate().tokens == TOTAL
 
 
+def test_ours_has_run_all_requests_before_the_clock_runs(cpu, monkeypatch):
+    """A short limit would leave kernels to compile and graphs to capture in the timed run."""
+    requests, submit = [], Engine.submit
+    kept = lambda *given, **more: requests.append(submit(*given, **more)) or requests[-1]
+    monkeypatch.setattr(Engine, "submit", kept)
+    with serve.ours(our_model(), LOAD, 4, 0):
+        assert [len(x.tokens) for x in requests] == [count for _, count in LOAD]
+
+
 def test_masked_attention_gets_few_requests(cpu, monkeypatch):
     """SDPA attends across the sequences of a step, cupyflash does not."""
     monkeypatch.setattr(serve, "MASKED_BATCH", 2)
