@@ -369,6 +369,16 @@ def test_bad_betas(betas):
             make(betas)
 
 
+def test_betas_that_leave_less_than_float32_holds():
+    """A coefficient of 1e40 would be infinite on the device, and each step NaN."""
+    betas = cupyflash.beta_schedule("linear", 1000, beta_start=0.1, beta_end=0.5)
+    for make in (cupyflash.DiffusionSampler.ddpm, cupyflash.DiffusionSampler.ddim):
+        with pytest.raises(ValueError, match="^DiffusionSampler: coefficients .*float32.*got"):
+            make(betas)
+        table = make(betas, prediction_type="v_prediction").coefficients
+        assert numpy.isfinite(table).all()
+
+
 def test_bad_sampler_options():
     for steps in (0, 51, 2.0):
         with pytest.raises(ValueError, match=f"^ddim: num_steps .*{steps}"):
@@ -703,6 +713,7 @@ def test_wrong_calls_of_the_constructor():
             "coefficients": (
                 *("text", 3, None, {}, object(), table[:1], table[:, :5], table[None]),
                 *(table * math.nan, table * math.inf, table.astype(object), table * 1j),
+                table * 1e39,  # infinite in float32
             ),
             "threshold": (
                 *("text", 3, {}, object(), (), (0.9,), (0.9, 2.0, 3.0), [0.9, 2.0]),
