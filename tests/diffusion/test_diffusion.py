@@ -162,6 +162,17 @@ def test_nan_is_not_clipped_away(target):
 
 
 @each_library()
+def test_noise_of_a_step_without_noise_is_not_read(target):
+    x, unset = (stored(target, numpy.full((2, 24), y), "float32") for y in (0.5, numpy.nan))
+    sampler = SAMPLERS["ddpm"]
+    assert not sampler.adds_noise(49) and sampler.adds_noise(48)
+    for step in (49, indices(target, [49, 48])):
+        out = to_numpy64(sampler.step(x, x, step, noise=unset))
+        assert (out[0] == to_numpy64(sampler.step(x, x, 49))[0]).all()
+    assert numpy.isnan(out[1]).all()
+
+
+@each_library()
 def test_empty(target):
     x = stored(target, numpy.zeros((0, 4)), "float16")
     none = indices(target, [])
