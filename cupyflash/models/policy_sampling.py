@@ -10,6 +10,7 @@ from typing import NoReturn
 import cupyflash
 
 from ..packages import importing
+from ..runtime.checks import integer_within, plain_integer
 from ..runtime.scratch import no_garbage_collected
 from .diffusion_policy import PolicyUnet, ResidualBlock
 from .policy_layers import Block, Convolution, Normalised, Sequences, growth, padded, prepared
@@ -36,6 +37,7 @@ class ActionSampler:
             takes the host one launch.
 
     Raises:
+        TypeError: sizes that are no integers.
         ValueError: sizes, a graph without a GPU, a sampler with thresholding.
     """
 
@@ -51,6 +53,8 @@ class ActionSampler:
     ) -> None:
         like = model.time[0].weight
         factor = 2 ** len(model.pool)
+        batch = plain_integer("ActionSampler", "batch", batch)
+        length = plain_integer("ActionSampler", "length", length)
         if batch < 1 or length < 1 or length % factor:
             fact = f"batch must be at least 1 and length a multiple of {factor}"
             raise ValueError(f"ActionSampler: {fact}, got {batch} and {length}")
@@ -89,17 +93,23 @@ class ActionSampler:
             seed: of the noise that a sampler such as DDPM adds; another one for each call.
 
         Raises:
+            TypeError: arrays that are no floating-point tensors, a seed that is no integer.
             ValueError: shapes, or no seed where noise is added.
         """
         for name, x, shape in (
             ("condition", condition, self.condition_shape),
             ("noise", noise, self.shape),
         ):
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+                fact = f"{name} must be a floating-point torch.Tensor"
+                raise TypeError(f"ActionSampler: {fact}, got {got}")
             if x.shape != shape:
                 raise ValueError(f"ActionSampler: {name} must be {shape}, got {tuple(x.shape)}")
         if self.noise is not None:
             if seed is None:
                 raise ValueError("ActionSampler: the sampler adds noise, needs a seed, got None")
+            seed = integer_within("ActionSampler", "seed", seed, -(2**63), 2**64 - 1)  # as torch
             self.noise.normal_(generator=torch.Generator(self.noise.device).manual_seed(seed))
         with torch.cuda.device(self.start.get_device()):  # -1, the CPU, changes nothing
             return self._sample(condition, noise)

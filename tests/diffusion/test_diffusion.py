@@ -162,6 +162,17 @@ def test_nan_is_not_clipped_away(target):
 
 
 @each_library()
+def test_noise_of_a_step_without_noise_is_not_read(target):
+    x, unset = (stored(target, numpy.full((2, 24), y), "float32") for y in (0.5, numpy.nan))
+    sampler = SAMPLERS["ddpm"]
+    assert not sampler.adds_noise(49) and sampler.adds_noise(48)
+    for step in (49, indices(target, [49, 48])):
+        out = to_numpy64(sampler.step(x, x, step, noise=unset))
+        assert (out[0] == to_numpy64(sampler.step(x, x, 49))[0]).all()
+    assert numpy.isnan(out[1]).all()
+
+
+@each_library()
 def test_empty(target):
     x = stored(target, numpy.zeros((0, 4)), "float16")
     none = indices(target, [])
@@ -367,6 +378,16 @@ def test_bad_betas(betas):
     for make in (cupyflash.DiffusionSampler.ddpm, cupyflash.DiffusionSampler.ddim):
         with pytest.raises(ValueError, match="betas must be"):
             make(betas)
+
+
+def test_betas_that_leave_less_than_float32_holds():
+    """A coefficient of 1e40 would be infinite on the device, and each step NaN."""
+    betas = cupyflash.beta_schedule("linear", 1000, beta_start=0.1, beta_end=0.5)
+    for make in (cupyflash.DiffusionSampler.ddpm, cupyflash.DiffusionSampler.ddim):
+        with pytest.raises(ValueError, match="^DiffusionSampler: coefficients .*float32.*got"):
+            make(betas)
+        table = make(betas, prediction_type="v_prediction").coefficients
+        assert numpy.isfinite(table).all()
 
 
 def test_bad_sampler_options():
@@ -703,6 +724,7 @@ def test_wrong_calls_of_the_constructor():
             "coefficients": (
                 *("text", 3, None, {}, object(), table[:1], table[:, :5], table[None]),
                 *(table * math.nan, table * math.inf, table.astype(object), table * 1j),
+                table * 1e39,  # infinite in float32
             ),
             "threshold": (
                 *("text", 3, {}, object(), (), (0.9,), (0.9, 2.0, 3.0), [0.9, 2.0]),

@@ -189,6 +189,19 @@ def test_bad_input():
         sample(condition, noise[..., :4], seed=1)
     with pytest.raises(ValueError, match="^ActionSampler: .*needs a seed, got None"):
         sample(condition, noise)
+    for batch, length in ((2.0, 8), ("2", 8), (None, 8), (2, 8.0), (2, True)):
+        with pytest.raises(TypeError, match="^ActionSampler: .* must be an integer, got"):
+            ActionSampler(model, sampler, batch, length)
+    # Actions like integers would be cut off at the point.
+    for wrong in (condition.numpy(), condition.long(), [[0.0]], None):
+        with pytest.raises(TypeError, match="^ActionSampler: condition must be .*, got"):
+            sample(wrong, noise, seed=1)
+    for wrong in (noise.numpy(), noise.long(), [[0.0]], None):
+        with pytest.raises(TypeError, match="^ActionSampler: noise must be .*, got"):
+            sample(condition, wrong, seed=1)
+    for wrong in ("1", 1.5, torch.ones(2), 2**70):
+        with pytest.raises((TypeError, ValueError), match="^ActionSampler: seed must be .*, got"):
+            sample(condition, noise, seed=wrong)
 
 
 @each_library(library="torch")

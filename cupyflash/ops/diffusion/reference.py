@@ -47,7 +47,9 @@ def step(
     elif clip is not None:
         x0 = numpy.clip(x0, -clip, clip)
     result = numpy.empty_like(x)  # keeps the order of its axes in memory
-    added = 0 if noise is None else noise_to_x * noise.astype(wide)
+    added = 0.0
+    if noise is not None:  # a step that adds none does not read it, so it may be anything
+        added = noise_to_x * numpy.where(noise_to_x == 0, 0, noise.astype(wide))
     result[...] = x0_to_x * x0 + x_to_x * values + model_to_x * model + added
     return result
 

@@ -51,7 +51,7 @@ class DiffusionSampler:
 
     Raises:
         TypeError: timesteps or coefficients that are no numbers.
-        ValueError: their shapes, numbers that are not finite, threshold.
+        ValueError: their shapes, numbers that are not finite in float32, threshold.
     """
 
     def __init__(
@@ -72,7 +72,11 @@ class DiffusionSampler:
             fact = f"coefficients must have shape ({len(steps)}, 6), one row for each timestep"
             raise ValueError(f"{function}: {fact}, got {shape}")
         flat = numbers_of(function, "coefficients", numpy.asarray(coefficients).ravel())
-        self.coefficients = flat.reshape(-1, 6).astype("float32")
+        with numpy.errstate(over="ignore"):
+            self.coefficients = flat.reshape(-1, 6).astype("float32")
+        if not numpy.isfinite(self.coefficients).all():
+            fact = "coefficients must be finite in float32 (betas so large leave only noise)"
+            raise ValueError(f"{function}: {fact}, got {abs(flat).max():.3g}")
         self.coefficients.flags.writeable = False
         self.threshold = _checked_threshold(function, threshold)
         self._tables: dict[Any, Array] = {}
