@@ -12,8 +12,7 @@ from ...runtime.array import Array
 from ...runtime.config import KernelConfig
 from ...runtime.launch import pointer_of
 from ...runtime.structs import header
-from .kernels import AttentionKernel
-from .launching import AttentionLaunch
+from .kernels import AttentionKernel, AttentionLaunch
 from .options import NO_EXTRAS
 from .problem import Problem
 from .score_text.tiles import FoundTiles
@@ -72,7 +71,7 @@ class MaskTilesLaunch:
         self.key = (config, problem.device, shape.batch, shape.seqlen_q, shape.seqlen_k)
         self.rest = (rows * words, words, places, place_words)
         params = structs.MaskTilesParams(shape=shape, rows=rows, words=words, word_places=places)
-        self.launch = AttentionLaunch.on_grid(config, problem.device, all_words, params)
+        self.launch = AttentionLaunch(config, problem, params, all_words)
 
     def __call__(
         self,
