@@ -18,7 +18,7 @@ from cupyflash.jit import compiler
 from cupyflash.ops.attention.backends import BACKENDS, choose
 from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
 from cupyflash.ops.attention.kind import KEY_MASKS, Access, Features, Kind
-from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
+from cupyflash.ops.attention.masks import MaskTilesKernel
 from cupyflash.ops.attention.score_text import Capture, Text
 from cupyflash.ops.attention.score_text.pieces import of_pieces
 from cupyflash.ops.attention.simt.kernels import captures_kernel

@@ -34,7 +34,7 @@ class AttentionKernel(KernelConfig):
     Attributes:
         tiles_of: "q" if these are rows of queries, "k" if they are keys.
         text: the `Text` of a score or a mask of the caller's own; None for kernels without scores.
-        tiles: it skips the tiles that the mask of the text hides (mask_tiles.py).
+        tiles: it skips the tiles that the mask of the text hides (masks.py).
     """
 
     tiles_of: ClassVar[str] = "q"
@@ -121,18 +121,6 @@ class AttentionLaunch(Launch):
     def without_captures(self, argument: bytes) -> bytes:
         """The argument without its captures, for a kernel that takes none."""
         return argument[: self.captures_at] + argument[self.captures_end :]
-
-
-@dataclasses.dataclass(frozen=True)
-class MaskRecord(AttentionKernel):
-    """Forward and backward, first, where there is a key mask: packs it to bits."""
-
-    source: ClassVar[str] = "attention/mask_record.cu"
-
-    num_warps: int = 8
-
-    def grid(self, shape: structs.AttentionShape) -> int:
-        return shape.batch
 
 
 @dataclasses.dataclass(frozen=True)

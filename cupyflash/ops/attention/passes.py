@@ -17,10 +17,10 @@ from ...runtime.structs import header
 from . import sharing
 from .captures import PackedCaptures
 from .kernels import AttentionLaunch, FlashBwdPreprocess, FlashBwdSinks
-from .key_mask import KeyMaskLaunch
-from .mask_tiles import FoundTiles, MaskTilesLaunch
+from .masks import KeyMaskLaunch, MaskTilesLaunch
 from .options import NO_EXTRAS
 from .problem import Problem
+from .score_text.tiles import FoundTiles
 
 structs = header("attention/params.cuh")
 
