@@ -8,14 +8,11 @@ import ctypes
 import functools
 import inspect
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy
 import pytest
-from places import PYTHONPATH
+from places import run_script
 
 import cupyflash
 from cupyflash import environment
@@ -204,16 +201,7 @@ def leaves(struct, option):
 def of_kernels():
     for name in ("cupy", "torch"):
         pytest.importorskip(name)
-    variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | variables,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_script(__file__))
 
 
 @pytest.mark.parametrize("field", CHANGES)
