@@ -13,8 +13,8 @@ predicted from the length before by its growth as the square, is left out; the t
 Extra memory is the peak during a call beyond what there was before it, and holds the output. DRAM
 bytes come from ncu, of a call with a cold L2 (``--traffic``); without them FLOP per byte is that of
 the least possible bytes, which are q, k, v and the output once. The results are
-bench/results/ladder.json, the tables ladder.md, the pictures ladder.svg and ladder-memory.svg. Exit
-status 1 if a rung of this project is wrong anywhere.
+bench/results/ladder.json, the tables ladder.md, the picture ladder.svg. Exit status 1 if a rung
+of this project is wrong anywhere.
 """
 
 import argparse

@@ -114,21 +114,21 @@ def _bytes(count: int) -> str:
     return f"{count // size} {BYTES[size][2:]}"
 
 
-def lines_of(rows: list[dict[str, Any]], field: str, scale: float = 1.0) -> list[Line]:
+def lines_of(rows: list[dict[str, Any]], field: str) -> list[Line]:
     """The points of each implementation, in the order of `LOOKS`."""
     points = {
-        impl: [(row["seqlen_q"], scale * row[field]) for row in rows if row["impl"] == impl]
+        impl: [(row["seqlen_q"], row[field]) for row in rows if row["impl"] == impl]
         for impl in LOOKS
     }
     return [(impl, found) for impl, found in points.items() if found]
 
 
 def draw_ladder(results: dict[str, Any], path: Path) -> None:
-    """The picture of the times at ``path`` and that of the memory beside it."""
+    """The times of each rung by length."""
     rows = results["rows"]
     if not rows:
         return
-    times, memory = [], []
+    times = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         found = [row for row in rows if row["dtype"] == dtype]
         why = [row for row in results["left_out"] if row["dtype"] == dtype]
@@ -137,14 +137,10 @@ def draw_ladder(results: dict[str, Any], path: Path) -> None:
             if row["why"] != "no kernel":
                 ends.setdefault(row["impl"], row["why"])
         times.append((dtype, lines_of(found, "ms"), ends))
-        ends = {impl: text for impl, text in ends.items() if text == "OOM"}
-        memory.append((dtype, lines_of(found, "extra_mib", 2.0**20), ends))
     first = rows[0]
     shape = f"batch {first['batch']}, {first['heads']} heads, head dim {first['head_dim']}"
     note = f"{shape}, {'causal' if first['causal'] else 'full'}, on {results['gpu']}"
     draw_panels(times, _headline(rows), note, "ms", path)
-    title = "Scores in memory grow as the square of the length, all the rest as the length"
-    draw_panels(memory, title, note, "bytes", path.with_stem(f"{path.stem}-memory"))
 
 
 def _headline(rows: list[dict[str, Any]]) -> str:

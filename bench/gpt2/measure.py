@@ -78,24 +78,24 @@ class Bench:
         self.yardstick = last_logits(plain, self.given)
         self.exact = last_logits(plain.double(), self.given)
         for name in options.peers:
-            with self.told(name, "the check"), self.deadline.enforced():
+            with self.told(name), self.deadline.enforced():
                 peer = make_peer(name, self.model)
                 self.check(last_logits(peer.plain, self.given))
                 self.peers[name] = peer
         for mode, model in list(self.ours.items()):
             del self.ours[mode]
-            with self.told(f"cupyflash-{mode}", "the check"):
+            with self.told(f"cupyflash-{mode}"):
                 rows = [x[-1] for x in model.logits(self.given.tolist())]
                 self.check(numpy.stack([x.get() if _gpu() else x for x in rows]))
                 self.ours[mode] = model
 
     @contextlib.contextmanager
-    def told(self, name: str, where: str) -> Iterator[None]:
-        """Whatever is raised leaves somebody out, with a line why."""
+    def told(self, name: str) -> Iterator[None]:
+        """Whatever the check raises leaves somebody out, with a line why."""
         try:
             yield
         except Exception as error:  # transformers and the GPU raise many kinds
-            self.notes.left_out(name, error, where)
+            self.notes.left_out(name, error, "the check")
 
     def check(self, found: numpy.ndarray) -> None:
         """Raise AssertionError unless these logits are right."""

@@ -112,9 +112,9 @@ def loops(found: Sequence[Instruction]) -> list[set[int]]:
             before[x].append(i)
     bodies: dict[int, set[int]] = {}
     for i, head in enumerate(to):
-        if head is None or head > i or not _reaches(after, 0, i):
+        if head is None or head > i or not _reaches(after, i):
             continue  # code that only calls lead to is not looked at
-        if not _reaches(after, 0, i, without=head):
+        if not _reaches(after, i, without=head):
             body = bodies.setdefault(head, {head})
             pending = [i]
             while pending:
@@ -125,9 +125,9 @@ def loops(found: Sequence[Instruction]) -> list[set[int]]:
     return list(bodies.values())
 
 
-def _reaches(after: Sequence[list[int]], first: int, last: int, without: int = -1) -> bool:
-    """Whether a way leads from first to last, past none that has to be avoided."""
-    seen, pending = {without}, [first]
+def _reaches(after: Sequence[list[int]], last: int, without: int = -1) -> bool:
+    """Whether a way leads from the start to last, past none that has to be avoided."""
+    seen, pending = {without}, [0]
     while pending:
         x = pending.pop()
         if x == last and x not in seen:

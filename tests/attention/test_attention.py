@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+from arrays import stack
 from attention_cases import cases
 from matrix import each, each_case
 from targets import EMULATED, TARGETS
@@ -123,23 +124,11 @@ def test_flash_attn_func(target):
 @each()
 def test_flash_attn_packed(target):
     inputs = target.inputs("float16", seqlen_q=33)
-    qkv = _stack(target, inputs.q, inputs.k, inputs.v)
-    kv = _stack(target, inputs.k, inputs.v)
+    qkv = stack(target, inputs.q, inputs.k, inputs.v)
+    kv = stack(target, inputs.k, inputs.v)
     separate = cupyflash.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=True)
     assert (cupyflash.flash_attn_qkvpacked_func(qkv, causal=True) == separate).all()
     assert (cupyflash.flash_attn_kvpacked_func(inputs.q, kv, causal=True) == separate).all()
-
-
-def _stack(target, *tensors):
-    """Tensors (batch, seqlen, heads, head_dim) as one (batch, seqlen, n, heads, head_dim)."""
-    if target.library == "torch":
-        import torch
-
-        return torch.stack(tensors, 2)
-    xp = numpy
-    if target.library == "cupy":
-        import cupy as xp
-    return xp.stack(tensors, 2)
 
 
 @each(library="torch")

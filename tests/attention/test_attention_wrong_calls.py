@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+from arrays import stack
 from matrix import each
 from wrong_calls import CHOICE, FLAG, INTEGER, NOT_IN_FLOAT32, NUMBER, array, check_refused
 
@@ -91,7 +92,7 @@ def test_scaled_dot_product_attention(target):
     inputs = good(target, layout="bhsd", heads_kv=4)
     call = {"query": inputs.q, "key": inputs.k, "value": inputs.v}
     kinds = {name: array(x) for name, x in call.items()}
-    call["attn_mask"] = mask = target.array(inputs_mask())
+    call["attn_mask"] = mask = target.array(numpy.zeros((1, 4, 5, 6), "float32"))
     no_masks = [x for x in array(mask, optional=True) if getattr(x, "shape", None) != ()]
     kinds |= {
         "attn_mask": no_masks,  # one number is a mask
@@ -101,10 +102,6 @@ def test_scaled_dot_product_attention(target):
         "enable_gqa": FLAG,
     }
     check_refused(cupyflash.scaled_dot_product_attention, call, kinds, least=90)
-
-
-def inputs_mask():
-    return numpy.zeros((1, 4, 5, 6), "float32")
 
 
 def flash_attn_kinds(slopes):
@@ -124,26 +121,14 @@ def slopes_of(target):
     return target.array(numpy.full(4, 0.5, "float32"))
 
 
-def stack(target, axis, *arrays):
-    if target.library == "torch":
-        import torch
-
-        return torch.stack(arrays, axis)
-    if target.library == "cupy":
-        import cupy
-
-        return cupy.stack(arrays, axis)
-    return numpy.stack(arrays, axis)
-
-
 @each()
 @pytest.mark.parametrize("packed", ["", "kv", "qkv"])
 def test_flash_attn(target, packed):
     inputs = good(target, seqlen_k=5, heads_kv=4)
     call = {
         "": {"q": inputs.q, "k": inputs.k, "v": inputs.v},
-        "kv": {"q": inputs.q, "kv": stack(target, 2, inputs.k, inputs.v)},
-        "qkv": {"qkv": stack(target, 2, inputs.q, inputs.k, inputs.v)},
+        "kv": {"q": inputs.q, "kv": stack(target, inputs.k, inputs.v)},
+        "qkv": {"qkv": stack(target, inputs.q, inputs.k, inputs.v)},
     }[packed]
     kinds = {name: array(x) for name, x in call.items()}
     call["alibi_slopes"] = slopes_of(target)
@@ -158,8 +143,8 @@ def test_flash_attn_varlen(target, packed):
     inputs = target.varlen_inputs(target.dtypes[0], [3, 4], heads_q=4, heads_kv=4, head_dim=16)
     call = {
         "": {"q": inputs.q, "k": inputs.k, "v": inputs.v},
-        "kv": {"q": inputs.q, "kv": stack(target, 1, inputs.k, inputs.v)},
-        "qkv": {"qkv": stack(target, 1, inputs.q, inputs.k, inputs.v)},
+        "kv": {"q": inputs.q, "kv": stack(target, inputs.k, inputs.v)},
+        "qkv": {"qkv": stack(target, inputs.q, inputs.k, inputs.v)},
     }[packed]
     kinds = {name: array(x) for name, x in call.items()}
     lengths, longest = array(inputs.cu_seqlens_q, dtypes=INT32), (*INTEGER, -1, None)

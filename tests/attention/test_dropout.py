@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from arrays import seed_generator
 from fakes import fake_facts
 from matrix import each
 from passes import forward_backward
@@ -176,19 +177,6 @@ def test_lse_is_that_of_all_weights(target):
 
 
 # Seeds ---------------------------------------------------------------------------------------
-
-
-def seed_generator(target, seed):
-    if target.library == "torch":
-        import torch
-
-        torch.manual_seed(seed)
-    elif target.library == "cupy":
-        import cupy
-
-        cupy.random.seed(seed)
-    else:
-        numpy.random.seed(seed)
 
 
 @each()

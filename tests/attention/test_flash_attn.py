@@ -6,6 +6,7 @@ import operator
 
 import numpy
 import pytest
+from arrays import stack
 from matrix import each
 from wrong_calls import array, check_refused
 
@@ -18,6 +19,7 @@ from cupyflash.testing import (
     make_alibi_slopes,
     poison_free_memory,
     to_float64,
+    to_numpy64,
 )
 
 # Rows of each sequence in memory, and how many of them count.
@@ -151,7 +153,7 @@ def check_case(target, form, options):
         for b in range(len(LENGTHS_Q)):
             for name, x in results.items():
                 mine, rest = case.sequence(name, x, b)
-                finite = numpy.isfinite(_numpy(mine)).all() or name == "lse"
+                finite = numpy.isfinite(to_numpy64(mine)).all() or name == "lse"
                 assert finite and (to_float64(rest) == (-numpy.inf if name == "lse" else 0)).all()
         return
     size = case.q.nbytes
@@ -163,11 +165,6 @@ def check_case(target, form, options):
     case.check(results, **theirs)
 
 
-def _numpy(x):
-    x = to_float64(x)
-    return x if isinstance(x, numpy.ndarray) else x.get()
-
-
 @each()
 def test_padded_without_cu_seqlens(target):
     """Neither packed: `attention` with seqused."""
@@ -177,7 +174,7 @@ def test_padded_without_cu_seqlens(target):
         inputs.q, inputs.k, inputs.v, None, None, 20, 30, causal=True, **used
     )
     assert (out == cupyflash.attention(inputs.q, inputs.k, inputs.v, causal=True, **used)).all()
-    kv = _stack(target, inputs.k, inputs.v)
+    kv = stack(target, inputs.k, inputs.v)
     packed = cupyflash.flash_attn_varlen_kvpacked_func(
         inputs.q, kv, None, None, 20, 30, causal=True, **used
     )
@@ -192,7 +189,7 @@ def test_sinks(target):
     qkv = inputs.q, inputs.k, inputs.v
     exact = cupyflash.attention(*qkv, causal=True, sinks=sinks)
     options = {"causal": True, "sinks": sinks}
-    kv, packed = _stack(target, *qkv[1:]), _stack(target, *qkv)
+    kv, packed = stack(target, *qkv[1:]), stack(target, *qkv)
     assert (cupyflash.flash_attn_func(*qkv, **options) == exact).all()
     assert (cupyflash.flash_attn_kvpacked_func(inputs.q, kv, **options) == exact).all()
     assert (cupyflash.flash_attn_qkvpacked_func(packed, **options) == exact).all()
@@ -203,18 +200,6 @@ def test_sinks(target):
         cupyflash.flash_attn_varlen_qkvpacked_func(flat[2], ends, 20, **options),
     ]
     assert all((x.reshape(exact.shape) == exact).all() for x in found)
-
-
-def _stack(target, *tensors):
-    """Tensors (batch, seqlen, heads, head_dim) as one (batch, seqlen, n, heads, head_dim)."""
-    if target.library == "torch":
-        import torch
-
-        return torch.stack(tensors, 2)
-    xp = numpy
-    if target.library == "cupy":
-        import cupy as xp
-    return xp.stack(tensors, 2)
 
 
 @each(library="torch")

@@ -41,14 +41,13 @@ def test_numbers(target, name):
 def test_a_scale_that_changes_in_place(target):
     """A plan does not keep the object: the second call has the second scale."""
     inputs = target.inputs(target.dtypes[0], seqlen_q=20)
-    for make in (numpy.array, scalars(target, 1.0)[-1].__class__):
-        scale = make(0.1) if make is numpy.array else scalars(target, 0.1)[-1]
+    for scale in scalars(target, 0.1):
+        if not hasattr(scale, "shape") or isinstance(scale, numpy.floating):
+            continue  # it cannot change
         for value in (0.1, 0.8):
-            if not isinstance(scale, decimal.Decimal):
-                scale[...] = value
-                exact = expected(inputs, scale=value)
-                out = cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=scale)
-                exact.check(out=out)
+            scale[...] = value
+            out = cupyflash.attention(inputs.q, inputs.k, inputs.v, scale=scale)
+            expected(inputs, scale=value).check(out=out)
 
 
 @each()

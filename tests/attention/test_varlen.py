@@ -1,7 +1,7 @@
 """Packed sequences, without padding."""
 
-import numpy
 import pytest
+from arrays import stack
 from matrix import each, select
 
 import cupyflash
@@ -120,11 +120,11 @@ def test_packed_forms(target):
         *qkv, cu_seqlens, cu_seqlens, 70, 70, 0.0, None, True
     )
     packed = cupyflash.flash_attn_varlen_qkvpacked_func(
-        _stack(target, *qkv), cu_seqlens, 70, causal=True
+        stack(target, *qkv), cu_seqlens, 70, causal=True
     )
     assert (packed == separate).all()
     packed = cupyflash.flash_attn_varlen_kvpacked_func(
-        inputs.q, _stack(target, *qkv[1:]), cu_seqlens, cu_seqlens, 70, 70, causal=True
+        inputs.q, stack(target, *qkv[1:]), cu_seqlens, cu_seqlens, 70, 70, causal=True
     )
     assert (packed == separate).all()
 
@@ -149,15 +149,3 @@ def test_no_sequences(target):
         inputs.q, inputs.k, inputs.v, cu_seqlens, cu_seqlens, 0, 0, return_attn_probs=True
     )
     assert tuple(out.shape) == (0, 4, 64) and tuple(lse.shape) == (4, 0)
-
-
-def _stack(target, *tensors):
-    """Tensors (total, heads, head_dim) as one (total, n, heads, head_dim)."""
-    if target.library == "torch":
-        import torch
-
-        return torch.stack(tensors, 1)
-    xp = numpy
-    if target.library == "cupy":
-        import cupy as xp
-    return xp.stack(tensors, 1)

@@ -14,12 +14,12 @@ from emulated_scores import check_case, expected, run
 from score_texts import Capture, Case, Text, cases
 
 from cupyflash import environment
-from cupyflash.ops.attention import mask_tiles
-from cupyflash.ops.attention.mask_tiles import FoundTiles
+from cupyflash.ops.attention import masks
+from cupyflash.ops.attention.score_text.tiles import FoundTiles
 from cupyflash.testing import make_inputs
 
 # With a place in memory for each partial tile, for one of each word, and for none.
-PLACES = (mask_tiles.PLACES_BYTES, 40000, 0)
+PLACES = (masks.PLACES_BYTES, 40000, 0)
 
 
 def check_tiles(folder: Path) -> None:
@@ -65,9 +65,9 @@ def check_partial_tiles(folder: Path) -> None:
         inputs = make_inputs("torch", ("bfloat16", "float16")[number % 2], heads_q=1, **shape)
         options = {"causal": True} if number % 3 == 2 else {}
         print(f"{places} bytes:", end=" ")
-        with mock.patch.object(mask_tiles, "PLACES_BYTES", places):
+        with mock.patch.object(masks, "PLACES_BYTES", places):
             check_case(folder, "dense", dense(150, 330), inputs, "sm90", **options)
-    with mock.patch.object(mask_tiles, "PLACES_BYTES", 0):
+    with mock.patch.object(masks, "PLACES_BYTES", 0):
         check_case(folder, "both", cases(1, 150, 330)["both"], inputs, "sm90")
 
 

@@ -4,14 +4,11 @@ A process of its own makes the plans, by `bench.lib.dry_run`.
 """
 
 import json
-import os
-import subprocess
-import sys
 import types
 import warnings
 
 import pytest
-from places import PYTHONPATH
+from places import run_script
 
 pytest.importorskip("torch")
 
@@ -153,12 +150,7 @@ def main():
 
 @pytest.fixture(scope="module")
 def results():
-    variables = os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
-    variables.pop("CUPYFLASH_BACKEND", None)  # the order is that of the kernels of choice
-    command = [sys.executable, __file__]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=200, env=variables)
-    assert result.returncode == 0
-    return json.loads(result.stdout)
+    return json.loads(run_script(__file__))
 
 
 @pytest.mark.parametrize("name", CASES)

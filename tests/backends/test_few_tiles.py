@@ -6,7 +6,7 @@ import numpy
 import pytest
 from problems import HOPPER, problem_of
 
-from cupyflash.ops.attention import few_tiles
+from cupyflash.ops.attention import sharing
 from cupyflash.ops.attention.sm90.forward import forward_kernel, forward_kernels
 from cupyflash.runtime.structs import header
 
@@ -18,7 +18,7 @@ def configs(problem):
 
 
 def chosen(problem, card=HOPPER):
-    config, splits = few_tiles.choose(configs(problem), problem, card)
+    config, splits = sharing.choose(configs(problem), problem, card)
     return config.block_m, splits
 
 
@@ -43,12 +43,12 @@ def test_choice(heads, queries, keys, head_dim, causal, expected):
 def test_a_tuned_tile_is_kept():
     problem = problem_of(1, (16, 16), 512, 512, 64)
     tile = forward_kernel(problem.kind((9, 0)), (192, 80, 2, 3))
-    assert few_tiles.choose([tile], problem, HOPPER).config == tile
+    assert sharing.choose([tile], problem, HOPPER).config == tile
 
 
 def test_the_kernel_that_combines_takes_all_splits():
     combine = header("attention/sm90/flash_fwd_combine_sm90.cu")
-    assert max(few_tiles.SPLITS) == combine.MAX_SPLITS
+    assert max(sharing.SPLITS) == combine.MAX_SPLITS
 
 
 def test_every_block_of_a_shared_tile_has_a_multiprocessor():
@@ -60,7 +60,7 @@ def test_every_block_of_a_shared_tile_has_a_multiprocessor():
         heads = source.choice((1, 2, 8, 40))
         queries, keys = (round(2 ** source.uniform(0, 13)) for _ in range(2))
         problem = problem_of(source.choice((1, 3)), (heads, heads), queries, keys, 128)
-        config, splits = few_tiles.choose(configs(problem), problem, card)
+        config, splits = sharing.choose(configs(problem), problem, card)
         tiles = -(-queries // config.block_m) * heads * problem.shape.batch
         assert splits == 1 or tiles * splits <= card.multiprocessors
         shared += splits > 1
@@ -84,5 +84,5 @@ def test_tiles_that_are_counted_are_those_with_a_visible_key():
             len({k // 128 for k in numpy.flatnonzero(seen[m : m + 64].any(0))})
             for m in range(0, queries, 64)
         ]
-        found = few_tiles.key_tiles(problem, 64, 128)
+        found = sharing.key_tiles(problem, 64, 128)
         assert all(x == y or x <= 1 and y == 0 for x, y in zip(found, expected, strict=True))

@@ -2,14 +2,11 @@
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from emulator import COMPILER
-from places import PYTHONPATH, SUPPORT
+from places import run_script
 from targets import compute_capability, has
 from tiny_kernel import needs_nvrtc
 
@@ -18,7 +15,7 @@ from cupyflash.jit import compiler
 from cupyflash.ops.attention.backends import BACKENDS, choose
 from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
 from cupyflash.ops.attention.kind import KEY_MASKS, Access, Features, Kind
-from cupyflash.ops.attention.mask_tiles import MaskTilesKernel
+from cupyflash.ops.attention.masks import MaskTilesKernel
 from cupyflash.ops.attention.score_text import Capture, Text
 from cupyflash.ops.attention.score_text.pieces import of_pieces
 from cupyflash.ops.attention.simt.kernels import captures_kernel
@@ -40,26 +37,14 @@ needs_emulator = pytest.mark.skipif(not (COMPILER and has("torch")), reason="nee
 @needs_emulator
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results(backend, emulated_kernels):
-    """Against float64."""
-    emulate("emulated_scores.py", emulated_kernels, backend)
+    """Against float64, in a process that takes itself for one with a Hopper GPU."""
+    run_script(HERE / "emulated_scores.py", emulated_kernels, backend, timeout=900)
 
 
 @needs_emulator
 def test_masks(emulated_kernels):
     """The tiles of masks on Hopper, against float64."""
-    emulate("emulated_masks.py", emulated_kernels)
-
-
-def emulate(script, *arguments):
-    """Run a script in a process that takes itself for one with a Hopper GPU."""
-    path = os.pathsep.join((PYTHONPATH, str(SUPPORT)))
-    variables = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=900
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    run_script(HERE / "emulated_masks.py", emulated_kernels, timeout=900)
 
 
 def text_of(name):

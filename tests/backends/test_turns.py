@@ -1,8 +1,6 @@
 """Deterministic backward passes: blocks add in turns, and under a causal mask may walk up."""
 
 import dataclasses
-import os
-import subprocess
 import sys
 
 import numpy
@@ -10,7 +8,7 @@ import pytest
 from emulator import COMPILER
 from matrix import each
 from passes import forward_backward
-from places import PYTHONPATH, SUPPORT
+from places import SUPPORT, run_script
 from problems import HOPPER, problem_of
 from targets import compute_capability, has
 
@@ -35,29 +33,17 @@ def test_which_walk_up(batch, heads, heads_kv, shares, causal, up):
     assert walks_up(main, problem, HOPPER, shares) == up
 
 
-def run_script(name, *arguments, timeout, **variables):
-    """Runs a script of `support` in a process of its own; fails if it takes too long."""
-    variables["PYTHONPATH"] = PYTHONPATH
-    command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=timeout
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
 def test_every_turn_comes(emulated_kernels):
     """In random problems, by the code of the kernels: see followed_turns.py."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    run_script("followed_turns.py", emulated_kernels, timeout=500, **hidden)
+    run_script(SUPPORT / "followed_turns.py", emulated_kernels)
 
 
 @pytest.mark.skipif(not (compute_capability()[0] and has("torch")), reason="needs a GPU and torch")
 @pytest.mark.parametrize(("head_dim", "heads"), [(192, 16), (256, 16), (256, 40)])  # 40: walks up
 def test_fewer_queries_than_keys(head_dim, heads):
     """A kernel that does not end becomes a failure; the time is that of compiling."""
-    run_script("turn_calls.py", head_dim, heads, timeout=120)
+    run_script(SUPPORT / "turn_calls.py", head_dim, heads, timeout=120, gpu=True)
 
 
 @pytest.fixture

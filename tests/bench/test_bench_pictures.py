@@ -18,7 +18,7 @@ PICTURES = {  # of each results file
     "engine": ("engine",),
     "engine_8b": ("engine_8b",),
     "gpt2": ("gpt2",),
-    "ladder": ("ladder", "ladder-memory"),
+    "ladder": ("ladder",),
     "memory": ("memory",),
     "models": ("models",),
     "parallel": ("parallel",),

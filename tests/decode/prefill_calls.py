@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from cupyflash import attention_with_cache, environment
-from cupyflash.ops.attention import few_tiles
+from cupyflash.ops.attention import sharing
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 from cupyflash.testing.cached import CachedCase, CachedProblem
 
@@ -62,8 +62,8 @@ def check(case, device="cpu", **options):
 @contextlib.contextmanager
 def splits(number):
     """The blocks that share the keys of a tile."""
-    choose = lambda configs, *_: few_tiles.Choice([*configs][-1], number)  # noqa: E731
-    with mock.patch.object(few_tiles, "choose", choose):
+    choose = lambda configs, *_: sharing.Choice([*configs][-1], number)  # noqa: E731
+    with mock.patch.object(sharing, "choose", choose):
         yield
 
 

@@ -1,8 +1,5 @@
 """Attention to a cache in pages, in one launch: the kernel itself (paged_calls.py)."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +7,7 @@ from emulator import COMPILER
 from hypothesis import given
 from hypothesis import strategies as st
 from matrix import each_library
-from places import PYTHONPATH
+from places import run_script
 from targets import FORCED, has
 
 from cupyflash.ops.decode import paged_rows
@@ -66,14 +63,7 @@ def test_shares(division):
 @pytest.mark.parametrize("part", ["few", "tile", "narrow"])
 def test_emulated(emulated_kernels, part):
     """In a process that takes itself for one with a Hopper GPU."""
-    variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    program = Path(__file__).with_name("paged_calls.py")
-    command = [sys.executable, str(program), str(emulated_kernels), part]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=500
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    run_script(Path(__file__).with_name("paged_calls.py"), emulated_kernels, part)
 
 
 @pytest.mark.skipif(FORCED == "simt", reason="simt computes such calls by another kernel")

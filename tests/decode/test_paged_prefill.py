@@ -1,14 +1,11 @@
 """Many new tokens on a cache in pages, which the forward of sm_90 reads where they lie."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from emulator import COMPILER
 from matrix import each_library
-from places import PYTHONPATH
+from places import run_script
 from targets import has
 
 from cupyflash.ops.attention.sm90.launch import box_of_pages
@@ -18,14 +15,7 @@ from cupyflash.ops.decode.paged_rows import structs
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
 def test_emulated(emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU."""
-    variables = {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    program = Path(__file__).with_name("prefill_calls.py")
-    command = [sys.executable, str(program), str(emulated_kernels)]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=500
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    run_script(Path(__file__).with_name("prefill_calls.py"), emulated_kernels)
 
 
 @each_library(library="torch", device="cuda")

@@ -11,7 +11,7 @@ from passes import one_graph
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.testing import assert_close_to_float64
+from cupyflash.testing import assert_close_to_float64, dtype_name
 
 QKV_COLUMNS = (HEADS[0] + 2 * HEADS[1]) * HEAD_DIM
 FUNCTIONS = ["linear", "mlp", "qkv_projection"]
@@ -84,24 +84,20 @@ def check(problem, dout, found):
 
     exact = results(problem.theirs, leaves(problem.tensors, torch.float64), dout)
     yardstick = results(problem.theirs, leaves(problem.tensors), dout)
-    dtype, terms = name_of(problem.tensors["x"]), largest_sum(problem, dout)
+    dtype, terms = dtype_name(problem.tensors["x"]), largest_sum(problem, dout)
     for name, result in found.items():
         like = problem.tensors["x" if name == "out" else name[1:]]
         assert result.dtype == like.dtype, f"{name}: {result.dtype}"
         assert_close_to_float64(result, exact[name], yardstick[name], dtype, name, terms=terms)
 
 
-def name_of(x):
-    return str(x.dtype).removeprefix("torch.")
-
-
-def gradient_of_out(target, problem, seed=20):
+def gradient_of_out(target, problem):
     """A random gradient in the dtype of out."""
     import torch
 
     with torch.no_grad():
         out = problem.ours(**problem.tensors)
-    return stored(target, normal(tuple(out.shape), seed), name_of(out))
+    return stored(target, normal(tuple(out.shape), 20), dtype_name(out))
 
 
 @each_case(cases, libraries("torch"))

@@ -68,9 +68,9 @@ def random_requests(target, count, seed, longest=40):
         )
 
 
-def served(engine, wanted, seed=0):
+def served(engine, wanted):
     """The tokens of requests that come at random steps; and all pages are free at the end."""
-    rng, waiting, requests = numpy.random.default_rng(seed), collections.deque(wanted), []
+    rng, waiting, requests = numpy.random.default_rng(0), collections.deque(wanted), []
     while waiting or engine.busy:
         for _ in range(min(len(waiting), rng.poisson(1.5))):
             prompt, count, sampling, ends = waiting.popleft()

@@ -5,13 +5,9 @@ A process of its own makes the plans, by `bench.lib.dry_run`.
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from places import PYTHONPATH
+from places import run_script
 
 pytest.importorskip("torch")
 pytest.importorskip("cupy")
@@ -52,13 +48,7 @@ def launched(size):
 
 @pytest.fixture(scope="module")
 def found():
-    command = [sys.executable, __file__]
-    path = os.pathsep.join((PYTHONPATH, str(Path(__file__).parent)))
-    environment = {x: y for x, y in os.environ.items() if x != "CUPYFLASH_BACKEND"}
-    environment |= {"PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_script(__file__))
 
 
 @pytest.mark.parametrize("batch", ["1", "8"])

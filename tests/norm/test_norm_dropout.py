@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy
 import pytest
-from arrays import normal, spread_out, stored, to_numpy
+from arrays import normal, seed_generator, spread_out, stored, to_numpy
 from fakes import without_detour
 from matrix import covering, each_case, each_library
 from passes import one_graph, without_gradient
@@ -119,19 +119,6 @@ def test_kinds_of_seeds(target):
     for seed in (numpy.int64(SEED), array, array.reshape(())):
         assert (forward(True, x, None, None, None, dropout_seed=seed) == right).all()
     assert not (forward(True, x, None, None, None, dropout_seed=SEED + 1) == right).all()
-
-
-def seed_generator(target, seed):
-    if target.library == "torch":
-        import torch
-
-        torch.manual_seed(seed)
-    elif target.library == "cupy":
-        import cupy
-
-        cupy.random.seed(seed)
-    else:
-        numpy.random.seed(seed)
 
 
 @each_library()

@@ -1,9 +1,6 @@
 """Scores and masks of the caller's own over the tokens of several processes, those of ranks.py."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import calls
@@ -11,7 +8,7 @@ import pytest
 import texts
 from emulator import COMPILER
 from matrix import each
-from places import PYTHONPATH, SUPPORT
+from places import run_script
 
 from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.parallel.choice import LEAST_BYTES
@@ -103,12 +100,5 @@ def test_dropout_of_pieces(target, score):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_emulated_kernels(backend, emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU."""
-    here = Path(__file__).parent
-    variables = {"CUDA_VISIBLE_DEVICES": "", "CUPYFLASH_BACKEND": ""}
-    variables["PYTHONPATH"] = os.pathsep.join((PYTHONPATH, str(SUPPORT)))
-    command = [sys.executable, str(here / "emulated_pieces.py"), str(emulated_kernels), backend]
-    done = subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, timeout=900
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr
+    program = Path(__file__).with_name("emulated_pieces.py")
+    run_script(program, emulated_kernels, backend, timeout=900)

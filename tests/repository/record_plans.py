@@ -213,10 +213,6 @@ def _cell(cell: Problem, options: dict[str, Any]) -> None:
     _both(data.of_problem(cell), **options)
 
 
-def _cell(cell: Problem, options: dict[str, Any]) -> None:
-    _both(data.of_problem(cell), **options)
-
-
 def _model(model: model_shapes.Model, deterministic: bool) -> None:
     tensors, options = data.of_problem(model.problem), model.make_options()
     options |= {"causal": model.problem.causal, "deterministic": deterministic}

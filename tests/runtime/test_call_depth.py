@@ -4,13 +4,11 @@ A process of its own counts them, in which `bench.lib.dry_run` makes plans for a
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from places import PYTHONPATH
+from places import run_script
 
 import cupyflash
 
@@ -95,12 +93,7 @@ def main():
 
 def test_depth():
     pytest.importorskip("torch")
-    command = [sys.executable, __file__]
-    variables = os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
-    variables.pop("CUPYFLASH_BACKEND", None)  # the chain is that of the kernel of choice
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, env=variables)
-    assert result.returncode == 0
-    found = json.loads(result.stdout)
+    found = json.loads(run_script(__file__))
     assert len(found) == 7
     assert all(x <= most for x, most in zip(found["attention"][2], MOST_ENTERED)), found
     for name, (loads, launches, _) in found.items():

@@ -6,7 +6,7 @@ import cupy
 
 import cupyflash
 from cupyflash import environment
-from cupyflash.ops.attention import dispatch, few_tiles
+from cupyflash.ops.attention import dispatch, sharing
 from cupyflash.testing import make_inputs, make_varlen_inputs
 
 cupy.cuda.set_allocator(None)
@@ -14,8 +14,8 @@ backend, dtype = sys.argv[1:]
 hopper = cupy.cuda.Device().compute_capability == "90"
 widest = 256 if backend != "fp16x3" else 192 if hopper else 128  # of the backward
 with environment.override(backend=backend):
-    for many in (few_tiles.MANY, 0):  # with 0, forwards have the tiles for many tiles
-        few_tiles.MANY = many
+    for many in (sharing.MANY, 0):  # with 0, forwards have the tiles for many tiles
+        sharing.MANY = many
         dispatch._forward_plans.clear()
         for head_dim, window in ((64, None), (40, (30, 10)), (128, None), (widest, None)):
             x = make_inputs(

@@ -10,7 +10,7 @@ import pytest
 from fakes import Stream, fake_cupy, fake_graphs
 
 import cupyflash
-from cupyflash.ops.attention.mask_tiles import MaskTilesLaunch
+from cupyflash.ops.attention.masks import MaskTilesLaunch
 from cupyflash.ops.attention.options import Options
 from cupyflash.ops.attention.score_text import Capture, Text, tiles, tree
 from cupyflash.ops.attention.score_text.call import TextCall

@@ -1,5 +1,7 @@
 """Arrays of any library in any memory layout, from NumPy values and back."""
 
+import importlib
+
 import numpy
 
 from cupyflash.runtime.array import array_namespace
@@ -39,13 +41,24 @@ def integers(target, values):
     return target.array(numpy.array(values, "int32"))  # a copy
 
 
-def spread_out(target, values, dtype="float32"):
+def spread_out(target, values):
     """The same values in an array whose axes do not collapse and whose last is not contiguous."""
     axes = numpy.random.default_rng(values.ndim).permutation(values.ndim)
     axes = axes if axes[-1] != values.ndim - 1 else numpy.roll(axes, 1)
-    x = stored(target, values.transpose(axes), dtype)
+    x = stored(target, values.transpose(axes), "float32")
     back = tuple(int(axis) for axis in numpy.argsort(axes))
     return x.permute(back) if target.library == "torch" else x.transpose(back)
+
+
+def stack(target, *arrays):
+    """Arrays (..., heads, head_dim) as one (..., n, heads, head_dim)."""
+    return importlib.import_module(target.library).stack(arrays, -3)
+
+
+def seed_generator(target, seed):
+    """Seeds the generator of the target's library, from which dropout draws its own seeds."""
+    library = importlib.import_module(target.library)
+    (library.manual_seed if target.library == "torch" else library.random.seed)(seed)
 
 
 def to_numpy(x):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from cupyflash import environment
-from cupyflash.ops.attention import dispatch, few_tiles
+from cupyflash.ops.attention import dispatch, sharing
 from cupyflash.runtime.operation import Plans
 from cupyflash.testing import Inputs, cast, make_inputs, make_varlen_inputs, to_library
 
@@ -35,13 +35,13 @@ def large_tiles(wanted=True):
         yield
         return
     plans = [x for x in vars(dispatch).values() if isinstance(x, Plans)]
-    many, few_tiles.MANY = few_tiles.MANY, 0
+    many, sharing.MANY = sharing.MANY, 0
     try:
         for x in plans:
             x.clear()
         yield
     finally:
-        few_tiles.MANY = many
+        sharing.MANY = many
         for x in plans:
             x.clear()
 

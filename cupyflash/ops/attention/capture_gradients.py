@@ -18,8 +18,7 @@ from ...runtime.config import KernelConfig
 from ...runtime.launch import Launch, call_fields
 from ...runtime.structs import header
 from .captures import NUMBERS, byte_strides
-from .kernels import AttentionKernel
-from .launching import AttentionLaunch
+from .kernels import AttentionKernel, AttentionLaunch
 from .options import NO_EXTRAS
 from .passes import Sharing, Wanted, backward_params, zeros_for
 from .problem import Problem

@@ -1,4 +1,4 @@
-"""The base class of all configurations of attention, and kernels that every backend launches."""
+"""The base classes of the kernels of attention and of their launches; kernels of every backend."""
 
 import ctypes
 import dataclasses
@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from ...runtime.config import KernelConfig
+from ...runtime.launch import Launch
 from ...runtime.structs import header
 from .captures import size_of
 from .kind import KEY_MASKS
+from .problem import Problem
 
 structs = header("attention/params.cuh")
 # A tile holds the fields of a configuration that the problem leaves open, in their order: the rows
@@ -32,7 +34,7 @@ class AttentionKernel(KernelConfig):
     Attributes:
         tiles_of: "q" if these are rows of queries, "k" if they are keys.
         text: the `Text` of a score or a mask of the caller's own; None for kernels without scores.
-        tiles: it skips the tiles that the mask of the text hides (mask_tiles.py).
+        tiles: it skips the tiles that the mask of the text hides (masks.py).
     """
 
     tiles_of: ClassVar[str] = "q"
@@ -82,16 +84,43 @@ class AttentionKernel(KernelConfig):
         return -(-rows // self.tile_rows) * heads * shape.batch
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskRecord(AttentionKernel):
-    """Forward and backward, first, where there is a key mask: packs it to bits."""
+class AttentionLaunch(Launch):
+    """The launch of one kernel of a pass, with the captures of a text in front of its pointers.
 
-    source: ClassVar[str] = "attention/mask_record.cu"
+    Args:
+        grid: the number of blocks, if it does not follow from the configuration.
 
-    num_warps: int = 8
+    Attributes:
+        captures_at: where the captures stand in the argument, which is made without them: before
+            the pointers, so behind tensor maps.
+        captures_end: behind them; the same where the kernel takes none.
+    """
 
-    def grid(self, shape: structs.AttentionShape) -> int:
-        return shape.batch
+    captures_at = captures_end = 0
+
+    def __init__(
+        self,
+        config: AttentionKernel,
+        problem: Problem,
+        params: ctypes.Structure,
+        grid: int | None = None,
+    ) -> None:
+        grid = config.grid(params.shape) if grid is None else grid
+        super().__init__(config, problem.device, grid, params)
+        if config.captures_size:
+            base = getattr(config.params, "base", None)
+            self.captures_at = base.offset if base else 0
+            self.captures_end = self.captures_at + config.captures_size
+
+    def with_captures(self, argument: bytes, captures: bytes) -> bytes:
+        """The argument with the captures in their place, if the kernel takes any."""
+        if self.captures_end == 0:
+            return argument
+        return argument[: self.captures_at] + captures + argument[self.captures_at :]
+
+    def without_captures(self, argument: bytes) -> bytes:
+        """The argument without its captures, for a kernel that takes none."""
+        return argument[: self.captures_at] + argument[self.captures_end :]
 
 
 @dataclasses.dataclass(frozen=True)

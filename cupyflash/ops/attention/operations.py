@@ -1,5 +1,7 @@
 """`FORWARD` and `BACKWARD`, the operations that the public functions of attention call."""
 
+import functools
+
 from ...runtime.operation import Operation, TorchSide
 from .dispatch import backward, forward
 from .names import caller_name
@@ -7,16 +9,9 @@ from .options import Extras
 from .preparation import BACKWARD_TENSORS, TENSORS
 
 
-def _forward_name(function: str, place: int) -> str:
-    return _name(function, (*TENSORS, *Extras._fields), place)
-
-
-def _backward_name(function: str, place: int) -> str:
-    return _name(function, (*BACKWARD_TENSORS, *Extras._fields), place)
-
-
-def _name(function: str, names: tuple[str, ...], place: int) -> str:
+def _name(tensors: tuple[str, ...], function: str, place: int) -> str:
     """The name of an array for errors; the captures of a text lie behind all that have one."""
+    names = (*tensors, *Extras._fields)
     return caller_name(function, names[place]) if place < len(names) else "what a score reads"
 
 
@@ -32,5 +27,11 @@ def _torch_backward() -> TorchSide:
     return torch_side.Backward
 
 
-FORWARD = Operation(forward, _torch_forward, names=_forward_name)
-BACKWARD = Operation(backward, _torch_backward, first=1, names=_backward_name, gradient=True)
+FORWARD = Operation(forward, _torch_forward, names=functools.partial(_name, TENSORS))
+BACKWARD = Operation(
+    backward,
+    _torch_backward,
+    first=1,
+    names=functools.partial(_name, BACKWARD_TENSORS),
+    gradient=True,
+)

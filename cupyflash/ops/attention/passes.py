@@ -16,12 +16,11 @@ from ...runtime.launch import Launch
 from ...runtime.structs import header
 from . import sharing
 from .captures import PackedCaptures
-from .kernels import FlashBwdPreprocess, FlashBwdSinks
-from .key_mask import KeyMaskLaunch
-from .launching import AttentionLaunch as AttentionLaunch
-from .mask_tiles import FoundTiles, MaskTilesLaunch
+from .kernels import AttentionLaunch, FlashBwdPreprocess, FlashBwdSinks
+from .masks import KeyMaskLaunch, MaskTilesLaunch
 from .options import NO_EXTRAS
 from .problem import Problem
+from .score_text.tiles import FoundTiles
 
 structs = header("attention/params.cuh")
 

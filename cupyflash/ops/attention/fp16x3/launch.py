@@ -11,7 +11,7 @@ from ....runtime.gpu import capability_of
 from ....runtime.launch import Launch, call_fields, pointer_of
 from ....runtime.scratch import NULL
 from ....runtime.structs import header
-from ..passes import AttentionLaunch
+from ..kernels import AttentionLaunch
 from ..problem import Problem
 
 split_structs = header("attention/fp16x3/params.cuh")

@@ -8,6 +8,7 @@ from ....runtime.gpu import Capability, Card
 from ..capture_gradients import RoundSums
 from ..kernels import FlashBwdSinks, Tile, each_once
 from ..kind import KEY_MASK, Access, Features, Kind
+from ..masks import MaskRecord
 from ..passes import Pass, Wanted, forward_pass, unshared_backward_pass
 from ..problem import Problem
 from ..sm80 import capture_gradients
@@ -72,5 +73,5 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         ):
             features = Features(softcap, alibi, bias=bias, dropout=dropout)
             kinds.append(Kind(dtype, head_dim, features, capability))
-    yield from (FlashBwdSinks(), RoundSums())
+    yield from (MaskRecord(), FlashBwdSinks(), RoundSums())
     yield from each_once(kernels(x, backward=y) for x, y in itertools.product(kinds, both))

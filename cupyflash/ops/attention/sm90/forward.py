@@ -5,7 +5,7 @@ import functools
 
 from ....runtime.config import KernelConfig
 from ....runtime.gpu import Card
-from .. import few_tiles
+from .. import sharing
 from ..fitting import fitting_tile
 from ..kernels import Tile
 from ..kind import KEY_MASK, Features, Kind
@@ -119,12 +119,12 @@ def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) 
     if kind.features.text and tile is None:
 
         def launched(tile: Tile) -> FlashFwdSm90:
-            main, splits = few_tiles.choose([forward_kernel(kind, tile)], problem, card)
+            main, splits = sharing.choose([forward_kernel(kind, tile)], problem, card)
             return split_kernels(main)[0] if splits > 1 else main
 
         tile = fitting_tile(text_tiles(kind), launched, kind.capability)
     mains = [forward_kernel(kind, x) for x in ([tile] if tile else _built_in_tiles(kind))]
-    main, splits = few_tiles.choose(mains, problem, card)
+    main, splits = sharing.choose(mains, problem, card)
     launch = functools.partial(PersistentLaunch, card=card)
     if splits > 1:
         main, combine = split_kernels(main)

@@ -14,12 +14,12 @@ from typing import Any
 
 from ....runtime.config import ITEM_SIZE, KernelConfig
 from ....runtime.gpu import Card
-from ....runtime.launch import Launch, call_fields, dependent_launches
+from ....runtime.launch import call_fields, dependent_launches
 from ....runtime.scratch import NULL, tile_counters
 from ....runtime.structs import header
 from ....runtime.tensor_map import BOX_COLUMNS, TensorMaps, TensorMapSpec
 from .. import sharing
-from ..passes import AttentionLaunch
+from ..kernels import AttentionLaunch
 from ..problem import Problem
 from .kernels import MAPS_OF_PAGES, SEQUENCE_MAPS, pages, shared_columns
 
@@ -48,8 +48,7 @@ class PersistentLaunch(AttentionLaunch):
     ) -> None:
         tiles = num_tiles(config, problem, params.shape.group_shares) * splits
         blocks = min(tiles, card.multiprocessors)
-        Launch.__init__(self, config, problem.device, blocks, params)
-        self.find_captures(config)
+        super().__init__(config, problem, params, blocks)
         names = call_fields(params)
         self.mapped = operator.itemgetter(*(names.index(name) for name in config.boxes))
         columns = min(BOX_COLUMNS, shared_columns(config.head_dim))

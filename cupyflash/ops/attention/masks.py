@@ -1,24 +1,29 @@
-"""The launch before all others of a pass whose kernels skip what the mask of a text hides.
+"""The launches before all others of a pass whose kernels read a mask in a form of their own.
 
-It evaluates the mask once for each of its elements and leaves two bits for each tile of the main
-kernel, and a bit for each score of partial tiles (``cuda_src/attention/text/tile_bits.cuh``).
+A kernel that takes a key mask gets the address of a record in the place of the bias. The record
+holds the address of the bias and a bit for each key (``cuda_src/attention/mask_record.cuh``).
+
+A kernel that skips what the mask of a text hides gets two bits for each of its tiles, and a bit for
+each score of partial tiles (``cuda_src/attention/text/tile_bits.cuh``): the mask is evaluated once
+for each of its elements.
 """
 
+import ctypes
 import dataclasses
 import struct
 from typing import Any, ClassVar
 
 from ...runtime.array import Array
 from ...runtime.config import KernelConfig
-from ...runtime.launch import pointer_of
+from ...runtime.launch import Launch, pointer_of
 from ...runtime.structs import header
-from .kernels import AttentionKernel
-from .launching import AttentionLaunch
-from .options import NO_EXTRAS
+from .kernels import AttentionKernel, AttentionLaunch, structs
+from .options import BIAS, KEY_MASK, NO_EXTRAS, SEQUSED_K
 from .problem import Problem
 from .score_text.tiles import FoundTiles
 
-structs = header("attention/text/mask_tiles.cu")
+record_structs = header("attention/mask_record.cu")
+tile_structs = header("attention/text/mask_tiles.cu")
 pack_bits = struct.Struct("QQiiii32x").pack  # MaskTileBits of tile_bits.cuh
 PLACES_BYTES = 2**27  # at most, of the bits of partial tiles; the scores of 32768 x 32768
 WORD_TILES, FRAGMENT_ROWS, LANES = 32, 16, 32
@@ -26,6 +31,64 @@ LENGTHS = [
     NO_EXTRAS._fields.index(x) for x in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 ]
 NO_LENGTHS = (0,) * len(LENGTHS)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskRecord(AttentionKernel):
+    """Forward and backward, first, where there is a key mask: packs it to bits."""
+
+    source: ClassVar[str] = "attention/mask_record.cu"
+
+    num_warps: int = 8
+
+    def grid(self, shape: structs.AttentionShape) -> int:
+        return shape.batch
+
+
+class KeyMaskLaunch:
+    """Packs the key mask of one problem.
+
+    Args:
+        trim: whether the kernels may take the keys up to the last seen one for the whole sequence.
+    """
+
+    def __init__(self, problem: Problem, trim: bool = False) -> None:
+        shape, mask = problem.shape, problem.extras.key_mask
+        keys = shape.seqlen_k + record_structs.MASK_PADDING
+        words = -(-keys // 128) * 4
+        self.trim = trim
+        self.lengths_offset = ctypes.sizeof(record_structs.MaskRecord) + 4 * words * shape.batch
+        self.size = self.lengths_offset // 4 + shape.batch
+        params = record_structs.MaskRecordParams(
+            batch_stride=mask.strides[0],
+            key_stride=mask.strides[1],
+            words=words,
+            seqlen_k=shape.seqlen_k,
+            trim=trim,
+        )
+        config = MaskRecord()
+        self.launch = Launch(config, problem.device, config.grid(shape), params)
+
+    def __call__(
+        self, library: Any, stream: Any, like: Array, extras: list[int]
+    ) -> tuple[Array, int]:
+        """Writes the record, and puts it into the pointers of `Extras` where the kernels read it.
+
+        Returns:
+            The memory of the record, which the caller holds until the last launch that reads it,
+            and the address of the bias, for its tensor map.
+        """
+        memory = library.empty_float32((self.size,), like)
+        record = library.pointer(memory)
+        mask, bias = extras[KEY_MASK], extras[BIAS]
+        if not mask:  # the mask is a bool bias
+            mask, bias = bias, 0
+        lengths = record + self.lengths_offset
+        self.launch.start(stream, self.launch.argument(mask, bias, record, lengths))
+        extras[BIAS] = record
+        if self.trim:
+            extras[SEQUSED_K] = lengths
+        return memory, bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +134,10 @@ class MaskTilesLaunch:
         self.size = 2 * all_words + all_words * places * place_words
         self.key = (config, problem.device, shape.batch, shape.seqlen_q, shape.seqlen_k)
         self.rest = (rows * words, words, places, place_words)
-        params = structs.MaskTilesParams(shape=shape, rows=rows, words=words, word_places=places)
-        self.launch = AttentionLaunch.on_grid(config, problem.device, all_words, params)
+        params = tile_structs.MaskTilesParams(
+            shape=shape, rows=rows, words=words, word_places=places
+        )
+        self.launch = AttentionLaunch(config, problem, params, all_words)
 
     def __call__(
         self,
