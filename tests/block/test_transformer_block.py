@@ -9,7 +9,7 @@ import weakref
 
 import numpy
 import pytest
-from arrays import integers, normal, stored
+from arrays import broadcast, integers, normal, stored
 from block_stacks import CASE, Case, lengths_of, make, weights
 from devices import memory
 from matrix import covering, each_case, each_library, libraries
@@ -254,7 +254,9 @@ def test_bad_input(target):
     bad(ValueError, "batch.*at most 8, got 9", x=array((9, 256)))
     bad(ValueError, r"k_cache.*\(3, max_length, 4, 64\).*\(2, 200, 4, 64\)", k_cache=keys[:2])
     bad(ValueError, r"v_cache must have shape \(3, 200, 4, 64\)", v_cache=array((3, 100, 4, 64)))
-    bad(ValueError, "max_length", k_cache=keys[:, :0], v_cache=values[:, :0])
+    bad(ValueError, "max_length.* 1 to", k_cache=keys[:, :0], v_cache=values[:, :0])
+    many = [broadcast(x[:, :1], (3, 2**31, 4, 64)) for x in (keys, values)]
+    bad(ValueError, "max_length.* to 2147483647, got", k_cache=many[0], v_cache=many[1])
     bad(ValueError, "last dimension of k_cache", k_cache=array((3, 200, 4, 128))[..., ::2])
     bad(ValueError, "strides of v_cache", v_cache=array((3, 200, 4, 65))[..., :64])
     bad(TypeError, "lengths must be int32, got int64", lengths=target.array(numpy.arange(3)))

@@ -316,6 +316,16 @@ def test_channels_last_in_three_steps(monkeypatch, capability, shape, backward):
     assert [n for _, n in work.launches] == [blocks, -(-batch * 32 // 8), blocks]
 
 
+@pytest.mark.parametrize("channels", [2**31 - 2**16, 2**31 - 1, 2**31])
+def test_larger_groups_than_32_bits_count(channels):
+    """The kernels add to the channels of a group, rounding up to whole warps and segments."""
+    x = View((1, channels, 1), (channels, 1, 1), "float16", 0)
+    with pytest.raises(ValueError, match="f: elements of a group must be fewer than 2147418112"):
+        Groups("f", {"x": x}, 1)
+    smaller = View((1, 2**31 - 2**16 - 1, 1), (channels, 1, 1), "float16", 0)
+    assert Groups("f", {"x": smaller}, 1).size == 2**31 - 2**16 - 1
+
+
 @each_library(library="torch", device="cuda")
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(

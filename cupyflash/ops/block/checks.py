@@ -11,6 +11,7 @@ from ...runtime.specs import Spec, views_of
 from ..decode.cached import CACHES
 from .plan import MAX_HEAD_DIM, MAX_WIDTH, StackShape, structs
 
+MAX_ROWS = 2**31 - 1  # of a cache or a table, which the kernel counts in 32 bits
 TABLES = ("head_weight", "token_embedding", "position_embedding")
 # The weights of a stack beside those of its blocks: all of them or none.
 ENDS = ("final_weight", "final_bias", *TABLES)
@@ -73,6 +74,8 @@ def check_stack(
         specs = {x: Spec((rows[x], width) if x in rows else (width,)) for x in ENDS}
         tables = [ends[name] for name in ENDS]
         views = views_of(function, library, specs, tables, first=("ln1_weight", first))
+        for name in TABLES:
+            integer_within(function, f"rows of {name}", views[name].shape[0], 0, MAX_ROWS)
         vocab, _, positions = (views[name].shape[0] for name in TABLES)
         shape = shape._replace(vocab=vocab, positions=positions)
         weights += tables
@@ -108,9 +111,7 @@ def check_call(
     specs = {name: cache if name in CACHES else places for name in arrays if name not in views}
     views |= checked(specs, batch=batch)
     max_length = views["k_cache"].shape[-3]
-    if max_length < 1:
-        fact = "max_length of k_cache must be at least 1"
-        raise ValueError(f"{function}: {fact}, got {views['k_cache'].shape}")
+    integer_within(function, "max_length of k_cache", max_length, 1, MAX_ROWS)
     vector = 16 // ITEM_SIZE[shape.dtype]
     for name in CACHES:
         view = views[name]

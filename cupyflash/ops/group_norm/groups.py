@@ -11,7 +11,7 @@ from ...runtime.structs import header
 
 structs = header("group_norm/params.cuh")
 
-MAX_GROUP = 2**31  # elements of one group, and channels of a tensor
+MAX_GROUP = 2**31 - 2**16  # elements of a group, and channels of a tensor: kernels round them up
 
 
 class Layout(NamedTuple):
