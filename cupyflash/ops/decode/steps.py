@@ -5,7 +5,7 @@ No length leaves the GPU: each sequence has room for as many keys as its row of 
 forward is told on the GPU how many of them count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...runtime.array import Array, View
@@ -95,3 +95,32 @@ class StepsPlan:
             first = (lengths - new - left).clip(min=0)
             starts = first if starts is None else first.clip(min=starts)
         return lengths, None if starts is None else starts.clip(min=0).clip(max=lengths)
+
+
+class AppendsBefore:
+    """The plan of calls that append another number of keys than they have queries.
+
+    Args:
+        new_keys: of each sequence.
+        plan: of the same call without k and v, which it finds in the cache.
+    """
+
+    def __init__(self, function: str, library: Any, new_keys: int, plan: Any) -> None:
+        self.function, self.library, self.new_keys, self.plan = function, library, new_keys, plan
+
+    def __call__(
+        self, arrays: Sequence[Array | None], pointers: Sequence[int]
+    ) -> tuple[Array, Array | None]:
+        """(out, lse).
+
+        Args:
+            arrays: those of `ARRAYS`.
+            pointers: theirs, 0 for None.
+        """
+        call, addresses = dict(zip(ARRAYS, arrays)), dict(zip(ARRAYS, pointers))
+        with array_operations(call["q"]):
+            kv_cache.append(self.function, self.library, tuple(map(call.get, APPENDED)))
+            lengths = call["positions"] + self.new_keys
+        call |= {"k": None, "v": None, "positions": lengths}
+        addresses |= {"k": 0, "v": 0, "positions": self.library.pointer(lengths)}
+        return self.plan(tuple(call.values()), list(addresses.values()))
