@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+from fakes import fake_facts
 from matrix import covering, each_case, libraries
 
-from cupyflash import attention_with_cache, flash_attn_with_kvcache
+from cupyflash import attention_with_cache, environment, flash_attn_with_kvcache
 from cupyflash.ops.decode import dispatch, steps
+from cupyflash.ops.decode.operations import plain
+from cupyflash.runtime.lookup import library_of
 from cupyflash.testing import assert_close_to_float64, to_numpy64
 from cupyflash.testing.cached import LENGTHS, OPTIONS, CachedCase, CachedProblem
 
@@ -126,3 +129,25 @@ def test_contiguous_caches_are_read_where_they_lie(target, case, in_steps, monke
     monkeypatch.setattr(steps.kv_cache, "gather", None)
     found = attention_with_cache(**arguments | copies | {"sequences": None})
     numpy.testing.assert_array_equal(to_numpy64(found), to_numpy64(right))
+
+
+@each_case(lambda target: [CachedCase("float32", x) for x in (16, 0)], CPU[:1])
+def test_a_backend_that_does_not_compute_it(target, case, monkeypatch):
+    """The plan is refused, so that nothing enters the cache."""
+    fake_facts(monkeypatch, steps, capability_of=(9, 0))
+    arguments = CachedProblem(case, target.array).arguments
+    arrays = tuple(arguments.get(name) for name in dispatch.ARRAYS)
+    library, options = library_of(arrays[0]), plain(
+        FUNCTION, causal=True, scale=None, window=None, softcap=0.0, num_splits=0,
+        return_lse=False, max_seqlen_q=None,
+    )  # fmt: skip
+    shape, options, views = dispatch.check(FUNCTION, library, arrays, *options)
+    views = {name: view._replace(device=0) for name, view in views.items()}
+    make = lambda: steps.StepsPlan(FUNCTION, library, shape, options, views)
+    with environment.override(backend="simt"):
+        make()
+    with (
+        environment.override(backend="sm80"),
+        pytest.raises(NotImplementedError, match=f"^{FUNCTION}: the backend sm80"),
+    ):
+        make()
