@@ -217,6 +217,14 @@ def test_a_manager_that_fails(step, monkeypatch):
     model(torch.tensor([[1, 2, 3]], device=DEVICE))
 
 
+def test_a_model_that_is_switched_back_under_its_manager():
+    """Steps with a block table have new keys alone, which are not all that a query sees."""
+    q, k = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
+    options = {"is_causal": True, "block_table": torch.zeros(1, 1, dtype=torch.int32)}
+    with pytest.raises(NotImplementedError, match="block tables .* got Tensor"):
+        ours.attention(torch.nn.Module(), q, k, k, None, **options)
+
+
 def test_other_implementations_are_as_before():
     model = small("llama")
     right = right_tokens(model)
