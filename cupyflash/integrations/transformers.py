@@ -105,16 +105,17 @@ def attention(
     mask holds in each sequence of the shard; masks of other tokens are refused.
 
     Raises:
-        NotImplementedError: ``output_attentions``, a paged cache, ``block_indices``, ``sinks``,
-            ``indices`` with an additive mask; packed sequences with ``indices``, a
-            ``position_bias``, padding, or a mask that is neither causal nor sliding; and as
-            `cupyflash.attention`.
+        NotImplementedError: ``output_attentions``, a paged cache, a ``block_table``,
+            ``block_indices``, ``sinks``, ``indices`` with an additive mask; packed sequences with
+            ``indices``, a ``position_bias``, padding, or a mask that is neither causal nor sliding;
+            and as `cupyflash.attention`.
         TypeError, ValueError: one of the ``cu_seq_lens`` without the other, a mask of another rank,
             a causal layer without a mask that has more or fewer keys than queries, no mask and no
             word of ``is_causal``, and as `cupyflash.attention`.
     """
     _refuse_weights(others)
     _refuse(cache, "paged caches (continuous batching)", "the dynamic and the static cache")
+    _refuse(others.get("block_table"), "block tables", "managers that switch the model themselves")
     _refuse(block_indices, "block_indices (keys selected in blocks)", "indices of keys, and masks")
     _refuse(sinks, "sinks of each query", "s_aux, a sink for each head")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -2,11 +2,12 @@
 
 Continuous batching takes implementations with "flash" in their names only, and for its block tables
 those that its import of flash-attn's functions knows. A model on "cupy_attention" switches to
-`CONTINUOUS` when a manager of continuous batching takes it, and back when that stops.
+`CONTINUOUS` when a manager of continuous batching takes it, and back when that stops or fails.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ def register(attention: Attention) -> None:
         from transformers.generation.continuous_batching import continuous_api
         from transformers.masking_utils import flash_attention_mask
 
-        manager = continuous_api.ContinuousBatchingManager
+        manager, mixin = continuous_api.ContinuousBatchingManager, continuous_api.ContinuousMixin
+        create, manage = manager.__init__, mixin.continuous_batching_context_manager
         switch, imports = manager.switch_to_cb_friendly_attn, flash._lazy_imports
     except (ImportError, AttributeError):  # an older version, whose manager refuses the name
         return
@@ -54,10 +56,37 @@ def register(attention: Attention) -> None:
             return imports(implementation, *arguments, **options)
         return _functions()
 
+    @functools.wraps(create)
+    def created(self: Any, model: Any, *arguments: Any, **options: Any) -> None:
+        with _switched_back(model):
+            create(self, model, *arguments, **options)
+
+    @functools.wraps(manage)
+    @contextlib.contextmanager
+    def managed(self: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
+        with _switched_back(self), manage(self, *arguments, **options) as found:
+            yield found
+
     manager.switch_to_cb_friendly_attn, manager._cupyflash_switches = switched, True
+    manager.__init__, mixin.continuous_batching_context_manager = created, managed
     flash._lazy_imports = imported
     AttentionInterface.register(CONTINUOUS, functools.partial(continuous_attention, attention))
     AttentionMaskInterface.register(CONTINUOUS, flash_attention_mask)
+
+
+@contextlib.contextmanager
+def _switched_back(model: Any) -> Iterator[None]:
+    """Context in which an error puts a model back on "cupy_attention".
+
+    A manager that could not be made, or could not warm up, is never stopped.
+    """
+    before = model.config._attn_implementation
+    try:
+        yield
+    except BaseException:
+        if (before, model.config._attn_implementation) == (NAME, CONTINUOUS):
+            model.set_attn_implementation(NAME)
+        raise
 
 
 def _functions() -> tuple[Callable, ...]:

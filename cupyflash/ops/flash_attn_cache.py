@@ -7,7 +7,6 @@ from ..runtime.checks import plain_flag
 from ..runtime.lookup import library_of
 from ..runtime.scratch import array_operations
 from .attention.foreign import refuse, refuses_foreign
-from .decode.cache_append import cache_append
 from .decode.operations import ATTENTION, plain
 from .flash_attn_rotary import Angles, filled, rotated
 
@@ -100,10 +99,6 @@ def flash_attn_with_kvcache(
             angles = Angles(rotary_cos, rotary_sin, pairs)
             moves = options[0].causal or options[0].window not in (None, (-1, -1), (None, None))
             q, k = rotated(FUNCTION, q, k, angles, lengths, cu_seqlens_q, bool(moves))
-        if k is not None and v is not None and cu_seqlens_q is None and _rows(k) != _rows(q):
-            scales = {"k_scale": k_descale, "v_scale": v_descale}
-            _append(k, v, k_cache, v_cache, lengths, cache_batch_idx, table, scales)
-            k, v, lengths = None, None, lengths + _rows(k)
     out, lse = ATTENTION(
         FUNCTION,
         (
@@ -132,12 +127,6 @@ def _one_table(block_table: Array | None, page_table: Array | None) -> Array | N
     return page_table if block_table is None else block_table
 
 
-def _rows(x: Array) -> int | None:
-    """The rows of each sequence; the checks of the arrays come later."""
-    shape = getattr(x, "shape", ())
-    return shape[1] if len(shape) == 4 else None
-
-
 def _lengths(
     q: Array,
     k_cache: Array,
@@ -158,26 +147,3 @@ def _lengths(
         return cache_seqlens
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return filled(q, batch, cache_seqlens)
-
-
-def _append(
-    k: Array,
-    v: Array,
-    k_cache: Array,
-    v_cache: Array,
-    lengths: Array,
-    sequences: Array | None,
-    table: Array | None,
-    scales: dict[str, Array | None],
-) -> None:
-    """Appends another number of keys than there are queries."""
-    batch, new = k.shape[:2]
-    row = filled(k, batch * new, 1).cumsum(0) - 1
-    row = row.astype("int32") if hasattr(row, "astype") else row.int()
-    of = row // max(1, new)
-    positions, of_cache = (
-        lengths[of] + row % max(1, new),
-        of if sequences is None else sequences[of],
-    )
-    rows = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    cache_append(*rows, k_cache, v_cache, positions, of_cache, page_table=table, **scales)

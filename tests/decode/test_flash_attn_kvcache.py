@@ -205,7 +205,8 @@ def test_kvcache(target, case):
 
 
 def small(target, **changed):
-    return Problem(Case(target.dtypes[0], queries=2, new=2, page=7, **changed), target.array)
+    sizes = {"queries": 2, "new": 2, "page": 7} | changed
+    return Problem(Case(target.dtypes[0], **sizes), target.array)
 
 
 @each_library()
@@ -266,6 +267,28 @@ def test_what_is_refused(target):
     if not target.gpu:
         with pytest.raises(ValueError, match="rotary_cos must have the places of all tokens"):
             flash_attn_with_kvcache(**good | {"rotary_cos": cos[:9], "rotary_sin": cos[:9]})
+
+
+@each_library()
+def test_what_is_refused_changes_no_cache(target):
+    """More new keys than queries, which enter the cache in a launch of their own."""
+    problem = small(target, new=3)
+    good, cos = problem.arguments, target.array(numpy.ones((48, 16)), target.dtypes[0])
+    changes = [
+        {"sinks": cos}, {"alibi_slopes": cos}, {"softcap": -1.0}, {"softmax_scale": numpy.nan},
+        {"num_splits": 129}, {"cache_leftpad": cos}, {"window_size": (-3, 0)}, {"q": cos},
+        {"v": good["v"][:, :2]}, {"k_descale": cos}, {"max_seqlen_q": 2},
+    ]  # fmt: skip
+    if not target.gpu:
+        changes.append({"cache_leftpad": integers(target, [0, -1, 0])})
+        changes.append({"cache_seqlens": integers(target, [0, 20, 47])})
+    if target.library == "torch":
+        changes.append({"q": good["q"].clone().requires_grad_()})
+    for changed in changes:
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match="^flash_attn_with_"):
+            flash_attn_with_kvcache(**good | changed)
+        for cache, before in zip(problem.caches, problem.before):
+            numpy.testing.assert_array_equal(to_numpy64(cache), before)
 
 
 @each_library()

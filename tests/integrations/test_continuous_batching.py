@@ -12,6 +12,7 @@ initialization = pytest.importorskip("transformers.generation.continuous_batchin
 from small_transformers import MODELS  # noqa: E402
 from targets import GPU_TARGETS  # noqa: E402
 from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from transformers.generation.continuous_batching import continuous_api  # noqa: E402
 
 from cupyflash.integrations import transformers as ours  # noqa: E402
 from cupyflash.integrations import transformers_continuous  # noqa: E402
@@ -195,6 +196,33 @@ def test_the_second_name_is_for_continuous_batching(calls):
     model.set_attn_implementation(CONTINUOUS)
     with pytest.raises(NotImplementedError, match=f'"{CONTINUOUS}" is for continuous batching'):
         model(torch.tensor([[1, 2, 3]], device=DEVICE))
+
+
+@pytest.mark.parametrize("step", ["_create_batch_processor", "eval"])
+def test_a_manager_that_fails(step, monkeypatch):
+    """A manager that cannot be made, or cannot warm up, leaves the model as it was."""
+    model = small("llama")
+    ours.register()
+    model.set_attn_implementation(NAME)
+    owner = model if step == "eval" else continuous_api.ContinuousBatchingManager
+
+    def fail(*_):
+        assert model.config._attn_implementation == CONTINUOUS
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(owner, step, fail)
+    with pytest.raises(MemoryError, match="no room"):
+        model.generate_batch(PROMPTS, generation_config=GenerationConfig(max_new_tokens=NEW))
+    assert model.config._attn_implementation == NAME
+    model(torch.tensor([[1, 2, 3]], device=DEVICE))
+
+
+def test_a_model_that_is_switched_back_under_its_manager():
+    """Steps with a block table have new keys alone, which are not all that a query sees."""
+    q, k = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
+    options = {"is_causal": True, "block_table": torch.zeros(1, 1, dtype=torch.int32)}
+    with pytest.raises(NotImplementedError, match="block tables .* got Tensor"):
+        ours.attention(torch.nn.Module(), q, k, k, None, **options)
 
 
 def test_other_implementations_are_as_before():

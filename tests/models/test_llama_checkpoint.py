@@ -115,6 +115,7 @@ WINDOWS = [
     (QWEN2, ()),
     (QWEN2 | {"sliding_window": 9}, ()),
     (QWEN2 | SLIDING, ()),
+    (QWEN2 | SLIDING | {"sliding_window": None, "max_window_layers": 1}, ()),
     (QWEN2 | SLIDING | {"max_window_layers": 1}, (None, 5)),
     (QWEN3 | SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}, (5, None)),
 ]
@@ -171,6 +172,8 @@ def test_fields_that_change_nothing(tmp_path):
 VALUES = [
     ({"architectures": ["LlamaModel"]}, "architectures and model_type .*, got .'LlamaModel'"),
     ({"architectures": ["LlamaForCausalLM"] * 2}, "architectures and model_type"),
+    ({"architectures": [["LlamaForCausalLM"]]}, "architectures and model_type"),
+    ({"is_causal": 0}, "is_causal in .* must be true or false, got 0"),
     ({"model_type": "gemma"}, "architectures and model_type in .* got .* and 'gemma'"),
     ({"architectures": None, "model_type": "gpt2"}, "architectures and model_type .*'gpt2'"),
     ({"hidden_size": ...}, "must have hidden_size, found none"),
@@ -190,6 +193,9 @@ VALUES = [
     ({**MISTRAL, "sliding_window": -1}, "sliding_window in .* must be a positive integer"),
 ]
 OPTIONS = [
+    ({"is_causal": False}, "is_causal in .* must be true, got False"),
+    ({**QWEN3, **SLIDING, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+     "layer_types in .* must be full_att"),
     ({"hidden_act": "gelu"}, "hidden_act in .* must be silu, got 'gelu'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kind of rope .*, got 'dynamic'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "default, linear, llama3, got 'yarn'"),

@@ -134,6 +134,9 @@ def read(given: Any, place: str) -> dict[str, Any]:
     if activation != "silu":
         fact = f"hidden_act in {place} must be silu"
         raise NotImplementedError(f"{FUNCTION}: {fact}, got {activation!r}")
+    if not fields.flag("is_causal", True):
+        fact = f"is_causal in {place} must be true"
+        raise NotImplementedError(f"{FUNCTION}: {fact}, got False")
     eps = fields.get("rms_norm_eps", 1e-6)
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
         fact = f"rms_norm_eps in {place} must be a positive number below 1"
@@ -172,7 +175,8 @@ def _architecture(fields: Fields) -> Architecture:
     by_type = {kind.model_type: name for name, kind in ARCHITECTURES.items()}
     if names is None:
         names = [by_type.get(model_type, model_type)]
-    kind = ARCHITECTURES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    alone = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    kind = ARCHITECTURES.get(names[0]) if alone else None
     if kind is None or model_type not in (None, kind.model_type):
         fact = f"architectures and model_type in {fields.place} must be those of"
         allowed = ", ".join(ARCHITECTURES)
@@ -190,9 +194,9 @@ def _windows(fields: Fields, kind: Architecture, layers: int) -> tuple[int | Non
         return (fields.count("sliding_window", WINDOW),) * layers
     if kind.windows == "":
         return ()
-    used = fields.flag("use_sliding_window")
-    types = fields.get("layer_types")
+    used, types = fields.flag("use_sliding_window"), fields.get("layer_types")
     fields.read.add("sliding_window")
+    used = used and fields.given.get("sliding_window", WINDOW) is not None
     if types is None:
         first = fields.get("max_window_layers", 28)
         types = ["sliding_attention" if used and i >= first else "full_attention"

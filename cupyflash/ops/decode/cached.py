@@ -31,6 +31,8 @@ class CachedShape(NamedTuple):
         counted: the keys of the new tokens are among those that queries see, so that a sequence has
             ``positions + its queries`` keys; else it has ``positions``. True if ``appends``.
         aligned: the addresses of q, k, v, the caches and out are multiples of 16.
+        new_keys: the rows of k of each sequence, where they are not those of q; else None. These
+            keys enter the cache in a launch of their own.
         computes_scales: k_scale and v_scale have the shape (num_pages, page_size, heads_kv), and
             what is appended gets scales of its own, which are written there.
     """
@@ -48,6 +50,7 @@ class CachedShape(NamedTuple):
     appends: bool
     counted: bool
     aligned: bool = False
+    new_keys: int | None = None
     computes_scales: bool = False
 
     @property

@@ -41,7 +41,8 @@ def check(
         arrays: those of `ARRAYS`.
         options: the scale may be None, and so may a side of the window, or -1.
         max_seqlen_q: the longest sequence of packed queries; None: that is not known.
-        counted: as in `CachedShape`, of a call without k and v.
+        counted: the queries are those of the new tokens, so that k has the rows of q, and of a call
+            without k and v as in `CachedShape`.
 
     Raises:
         TypeError: dtypes, libraries, None where an array is needed.
@@ -55,12 +56,13 @@ def check(
     positions = getattr(given["positions"], "shape", ())
     lengths = {"batch + 1": positions[0] + 1} if packed and len(positions) == 1 else {}
     by_table, by_sequences = given["page_table"] is not None, given["sequences"] is not None
-    specs = _specs(packed, by_table, by_sequences)
+    specs = _specs(packed, by_table, by_sequences, packed or counted)
     views = views_of(function, library, specs, arrays, say=say, head_dim=HEAD_DIMS, **lengths)
     cache, q = views["k_cache"], views["q"]
     batch = views["positions"].shape[0]
     rows = q.shape[0] if packed else math.prod(q.shape[:2])
     longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    of_q = packed or "k" not in views or views["k"].shape[1] == q.shape[1]
     shape = CachedShape(
         batch=batch,
         seqlen_q=longest if packed else q.shape[1],
@@ -74,6 +76,7 @@ def check(
         packed=packed,
         appends="k" in views,
         counted="k" in views or counted,
+        new_keys=None if of_q else views["k"].shape[1],
     )
     shape = shape._replace(computes_scales=check_scales(function, views, shape.pages))
     return shape, _check_options(function, shape, q, options), views
@@ -112,13 +115,14 @@ def name_of(function: str, name: str) -> str:
 
 
 @functools.cache
-def _specs(packed: bool, by_table: bool, by_sequences: bool) -> dict[str, Spec]:
-    """The spec of each array of `ARRAYS`."""
+def _specs(packed: bool, by_table: bool, by_sequences: bool, rows_of_q: bool) -> dict[str, Spec]:
+    """The spec of each array of `ARRAYS`; k has ``rows_of_q``, or rows of its own."""
     rows = ("total",) if packed else ("batch", "seqlen")
+    new_rows = rows if rows_of_q else ("batch", "seqlen_new")
     pages = ("num_pages", "page_size")
     if not by_table:
         pages = ("sequences" if by_sequences else "batch", "max_length")
-    new = Spec((*rows, "heads_kv", "head_dim"), strides=1, optional=True)
+    new = Spec((*new_rows, "heads_kv", "head_dim"), strides=1, optional=True)
     dtype = " or ".join(("like q", *NARROW))
     slopes = Spec([("heads_q",), ("batch", "heads_q")], "float32", 1, optional=True)
     q = Spec((*rows, "heads_q", "head_dim"), strides=1)
@@ -230,8 +234,7 @@ def check_values(
     say = functools.partial(name_of, function)
     if shape.batch == 0:
         return
-    past = lengths - new if shape.counted else lengths
-    last = shape.max_length - new if shape.counted else numpy.full_like(new, shape.max_length)
+    past, last = lengths - new, shape.max_length - new
     if past.min() < 0 or (past > last).any():
         fact = f"{say('positions')} must be from 0 to {last.min()}, so that all tokens are in"
         raise ValueError(f"{function}: {fact} the cache, got {past.min()} to {past.max()}")
@@ -253,20 +256,24 @@ def check_values(
 def sequences_of(
     library: Any, call: Mapping[str, Array | None], shape: CachedShape, options: CachedOptions
 ) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """The queries, the keys, and the first key that a query sees, of each sequence.
+    """The keys that come, all keys then, and the first that a query sees, of each sequence.
 
-    The first key is the number of keys where no query sees any.
+    The keys that come are those that count beside ``positions``. The first key is the number of
+    keys where no query sees any.
     """
     positions = numpy.asarray(library.to_list(call["positions"]), "int64")
-    new = numpy.full(shape.batch, shape.seqlen_q)
+    queries = numpy.full(shape.batch, shape.seqlen_q)
     if call["cu_seqlens_q"] is not None:
-        new = numpy.diff(numpy.asarray(library.to_list(call["cu_seqlens_q"]), "int64"))
-    lengths = positions + new if shape.counted else positions
+        queries = numpy.diff(numpy.asarray(library.to_list(call["cu_seqlens_q"]), "int64"))
+    new = queries if shape.counted else numpy.zeros_like(queries)
+    if shape.new_keys is not None:
+        new = numpy.full(shape.batch, shape.new_keys)
+    lengths = positions + new
     starts = numpy.zeros_like(lengths)
     if call["leftpad"] is not None:
         starts = numpy.asarray(library.to_list(call["leftpad"]), "int64")
     if options.window is not None:
-        starts = numpy.maximum(starts, lengths - new - options.window[0])
+        starts = numpy.maximum(starts, lengths - queries - options.window[0])
     return new, lengths, numpy.minimum(starts, lengths)
 
 

@@ -3,14 +3,14 @@
 from typing import Any, NamedTuple
 
 from ... import environment
-from ...runtime.array import Array
+from ...runtime.array import Array, View
 from ...runtime.operation import Plans
 from ...runtime.overlap import Written
 from . import reference
 from .cached import ARRAYS, CACHES, CachedOptions, CachedShape
 from .cached_checks import SCALES, WrittenCaches, check, check_values, name_of
 from .plans import decode_plan
-from .steps import StepsPlan
+from .steps import AppendsBefore, StepsPlan
 
 SINKS, OUT = ARRAYS.index("sinks"), ARRAYS.index("out")
 
@@ -69,10 +69,25 @@ def _prepare(
 ) -> _Prepared:
     shape, found, views = check(function, library, arrays, *options)
     shape = shape._replace(aligned=aligned)
-    plan = decode_plan(library, shape, found, views)
-    if plan is None:
-        plan = StepsPlan(function, library, shape, found, views)
+    plan = plan_of(function, library, shape, found, views)
     return _Prepared(shape, found, _written(function, shape, views), plan)
+
+
+def plan_of(
+    function: str,
+    library: Any,
+    shape: CachedShape,
+    options: CachedOptions,
+    views: dict[str, View],
+) -> Any:
+    """The plan of a checked call on a GPU, which is called with its arrays and their pointers."""
+    if shape.new_keys is not None:
+        rest = shape._replace(appends=False, counted=False, new_keys=None)
+        others = {name: x for name, x in views.items() if name not in ("k", "v")}
+        plan = plan_of(function, library, rest, options, others)
+        return AppendsBefore(function, library, shape.new_keys, plan)
+    plan = decode_plan(library, shape, options, views)
+    return plan or StepsPlan(function, library, shape, options, views)
 
 
 def _written(function: str, shape: CachedShape, views: dict[str, Any]) -> Written:

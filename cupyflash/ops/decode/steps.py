@@ -5,13 +5,18 @@ No length leaves the GPU: each sequence has room for as many keys as its row of 
 forward is told on the GPU how many of them count.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...runtime.array import Array, View
+from ...runtime.array import Array, View, dense_strides
+from ...runtime.gpu import capability_of
 from ...runtime.scratch import array_operations
+from ..attention import backends
+from ..attention.checks import check
 from ..attention.dispatch import forward
-from ..attention.options import Extras, plain_options
+from ..attention.kind import Access
+from ..attention.options import Extras, Options, plain_options
 from . import kv_cache
 from .cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
 from .cached_checks import NARROW
@@ -46,6 +51,25 @@ class StepsPlan:
         by_pages = views.keys() & {"page_table", "sequences", "leftpad"}
         narrow = views["k_cache"].dtype in NARROW
         self.gathers = self.paged is None and (bool(by_pages) or narrow)
+        if self.paged is None and views["q"].device >= 0:
+            self._require_backend(views)
+
+    def _require_backend(self, views: Mapping[str, View]) -> None:
+        """Raises the error of a forward that no backend computes, before a cache is written."""
+        q, shape, caches = views["q"], self.shape, ("k_cache", "v_cache")
+        keys = [views[name]._replace(dtype=q.dtype) for name in caches]
+        if self.gathers:
+            sizes = (shape.batch, shape.max_length, shape.heads_kv, shape.head_dim)
+            keys = [View(sizes, dense_strides(sizes, range(4)), q.dtype, q.device)] * 2
+        extras = {name: views[name] for name in Extras._fields if name in views}
+        extras["seqused_k"] = views["positions"]._replace(strides=(1,))
+        tensors = dict(zip("qkv", (q, *keys)))
+        problem = check(self.function, tensors, Options(*self.plain), extras)
+        problem = dataclasses.replace(problem, aligned=shape.aligned)
+        kind = problem.kind(capability_of(q.device))
+        access = Access.TENSOR_MAP if problem.needs_padding else problem.access  # that of copies
+        if 0 not in q.shape:
+            backends.choose(self.function, kind, access, backward=False)
 
     def __call__(
         self, arrays: tuple[Array | None, ...], pointers: object = None
@@ -95,3 +119,32 @@ class StepsPlan:
             first = (lengths - new - left).clip(min=0)
             starts = first if starts is None else first.clip(min=starts)
         return lengths, None if starts is None else starts.clip(min=0).clip(max=lengths)
+
+
+class AppendsBefore:
+    """The plan of calls that append another number of keys than they have queries.
+
+    Args:
+        new_keys: of each sequence.
+        plan: of the same call without k and v, which it finds in the cache.
+    """
+
+    def __init__(self, function: str, library: Any, new_keys: int, plan: Any) -> None:
+        self.function, self.library, self.new_keys, self.plan = function, library, new_keys, plan
+
+    def __call__(
+        self, arrays: Sequence[Array | None], pointers: Sequence[int]
+    ) -> tuple[Array, Array | None]:
+        """(out, lse).
+
+        Args:
+            arrays: those of `ARRAYS`.
+            pointers: theirs, 0 for None.
+        """
+        call, addresses = dict(zip(ARRAYS, arrays)), dict(zip(ARRAYS, pointers))
+        with array_operations(call["q"]):
+            kv_cache.append(self.function, self.library, tuple(map(call.get, APPENDED)))
+            lengths = call["positions"] + self.new_keys
+        call |= {"k": None, "v": None, "positions": lengths}
+        addresses |= {"k": 0, "v": 0, "positions": self.library.pointer(lengths)}
+        return self.plan(tuple(call.values()), list(addresses.values()))
