@@ -354,6 +354,39 @@ def test_an_array_of_both_stands_once():
     assert text.mask == "TABLE2(key) == 1" and values[1] is DOC
 
 
+def bent(s, b, h, q, k):
+    gap = q - k
+    return s + gap * gap  # the trace calls the gap t1
+
+
+def band(b, h, q, k):
+    gap = q - k
+    return (gap >= 0) & (gap < 4)
+
+
+OF_T1 = [
+    (bent, cupyflash.Mask("t1(key) == 1", t1=DOC)),
+    (cupyflash.Score("score + t1(key)", t1=DOC), band),
+    (cupyflash.Score("t1 = query * 2.0; score + t1"), cupyflash.Mask("t1(key) == 1", t1=DOC)),
+]
+
+
+@pytest.mark.parametrize("score, mask", OF_T1, ids=["score", "mask", "texts"])
+def test_a_part_has_no_name_of_the_other_captures(score, mask):
+    text, values = written("attention", score, mask)
+    captures = {x.name: value for x, value in zip(text.captures, values)}
+    query, key = numpy.arange(5).reshape(5, 1), numpy.arange(5)
+    variables = {"query": query, "key": key, "score": numpy.zeros((5, 5))}
+    trees = text.score_tree, text.mask_tree
+    found = [Evaluation(tree_, variables, captures).value for tree_ in trees]
+    gap = query - key
+    wanted_score = gap**2 if score is bent else DOC if mask is band else 2 * query
+    wanted_mask = (gap >= 0) & (gap < 4) if mask is band else DOC == 1
+    assert (found[0] == wanted_score).all() and (found[1] == wanted_mask).all()
+    moved = of_pieces(text, frozenset({"query"}))  # a text that is written anew
+    assert moved.score_tree is not None and moved.mask_tree is not None
+
+
 def test_header():
     """The generated code: casts, divisions, parts; the order of captures, padded to 64 bytes."""
     text = Text(
