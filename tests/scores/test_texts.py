@@ -3,6 +3,7 @@
 
 import functools
 import math
+import struct
 import types
 
 import numpy
@@ -10,6 +11,7 @@ import pytest
 from fakes import Stream, fake_cupy, fake_graphs
 
 import cupyflash
+from cupyflash.ops.attention.captures import PackedCaptures
 from cupyflash.ops.attention.mask_tiles import MaskTilesLaunch
 from cupyflash.ops.attention.options import Options
 from cupyflash.ops.attention.score_text import Capture, Text, tiles, tree
@@ -71,6 +73,17 @@ def test_value(text, wanted):
     again = to_text(parse(text, CAPTURES))
     assert float(value(again)) == float(value(text))
     assert to_text(parse(again, CAPTURES)) == again
+
+
+def test_powers_of_zero_have_finite_derivatives():
+    """Of torch, too, by the base where the exponent is 0, and by the exponent where the base is."""
+    captures = (Capture("x", "float32", 1, True), Capture("p", "float32", 1, True))
+    values = {"x": numpy.array([0.0, 0.0, 2.0]), "p": numpy.array([0.0, 1.5, 2.0])}
+    places = {"query": numpy.asarray(0), "key": numpy.arange(3), "score": numpy.zeros(3)}
+    tree_ = parse("score + pow(x(key), p(key))", captures)
+    _, found = Evaluation(tree_, places, values, ("x", "p")).pull(numpy.ones(3))
+    assert found["x"].tolist() == [0, 0, 4]
+    assert found["p"].tolist() == pytest.approx([0, 0, 4 * math.log(2)])
 
 
 def test_guards_of_indices():
@@ -179,6 +192,8 @@ def test_other_errors():
             "c must be float32, float16, bfloat16, int32, int64, uint8, bool, got float64 (write",
         ),
         (lambda: cupyflash.Score("score + n", n=2**40), ValueError, "n must fit 32 bits"),
+        (lambda: cupyflash.Score("score + n", n=numpy.array(2**40)).values, ValueError, "n must fit 32 bits, got 1099511627776"),
+        (lambda: cupyflash.Score("score + n", n=numpy.array(1j)).values, TypeError, "n must be a real number, got 1j"),
         (lambda: cupyflash.Mask("score < 3"), ValueError, "an unknown name; names are batch,"),
         (lambda: cupyflash.Mask("key + 1"), TypeError, "a mask must be a condition"),
         (
@@ -281,6 +296,8 @@ def branch(s, b, h, q, k):
         (lambda s, b, h, q, k: s + TABLE[h], ValueError, "TABLE has 2 axes and needs as many", "s + TABLE[h]"),
         (lambda s, b, h, q, k: s.frobnicate(), NotImplementedError, "frobnicate is no function of scores", "s.frobnicate()"),
         (lambda s, b, h, q, k: s.clamp_(0, 1), NotImplementedError, "changes nothing in place, allowed is clamp", "s.clamp_(0, 1)"),
+        (lambda s, b, h, q, k: s + (q - k).astype("uint8"), TypeError, "integers of 32 bits, got uint8", '(q - k).astype("uint8")'),
+        (lambda s, b, h, q, k: s + (q - k).short(), TypeError, "integers of 32 bits, got int16", "(q - k).short()"),
         (lambda s, b, h, q, k: [s for _ in range(k)][0], TypeError, "is no Python number", "range(k)"),
         (lambda s, b, h, q, k: None, TypeError, "the function returns nothing", ""),
         (lambda s, b, h, q, k: (s, s), TypeError, "a function returns one score, got 2", ""),
@@ -342,6 +359,21 @@ def test_numbers_in_host_memory_are_read_at_each_call():
     assert sorted(score.values) == [0, 5] and text.values == (5,)
     fixed = numpy.float32(0.5)  # no array
     assert cupyflash.Score(lambda s, b, h, q, k: s * fixed).values == (0.5,)
+
+
+def test_numbers_beyond_float32_are_infinite():
+    """The kernels take numbers of 32 bits; what masks as -1e39 in a variable or the code masks."""
+    least = -1e39
+    lowest = numpy.array(numpy.finfo("float64").min)
+    for score in (
+        cupyflash.Score(lambda s, b, h, q, k: s + least),
+        cupyflash.Score("score + least", least=least),
+        cupyflash.Score("score + least", least=lowest),
+    ):
+        assert PackedCaptures(score.alone, [None])(score.values)[:4] == struct.pack("f", -math.inf)
+    assert cupyflash.Score(lambda s, b, h, q, k: s + 1e39).text == "score + INF"
+    assert "score - INF" in cupyflash.Score("score - 1e39").cuda("fwd")
+    assert cupyflash.Score(lambda s, b, h, q, k: s + 3.4028235e38).text == "score + 3.4028235e+38"
 
 
 def test_an_array_of_both_stands_once():
