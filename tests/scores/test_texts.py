@@ -304,6 +304,7 @@ def branch(s, b, h, q, k):
         (lambda s, b, h, q, k: "s", TypeError, "got a str", ""),
         (lambda s, b, h, q, k: q > k, TypeError, "a score must be a number", ""),
         (lambda s, b, h, q, k: s * float("nan"), ValueError, "a score cannot be NaN", 's * float("nan")'),
+        (lambda s, b, h, q, k: float("nan"), ValueError, "a score cannot be NaN", ""),
     ],
 )  # fmt: skip
 def test_errors_of_functions(function, kind, fact, code):

@@ -60,9 +60,7 @@ class Recorder:
 
     def number(self, x: int | float) -> Node:
         """A number: one that stands in the code is a part of the text, any other an argument."""
-        if isinstance(x, float) and math.isnan(x):
-            raise TextError(ValueError, "a score cannot be NaN")
-        if (isinstance(x, float) and math.isinf(x)) or self.literal(x):
+        if (isinstance(x, float) and not math.isfinite(x)) or self.literal(x):
             return tree.literal(x)
         if isinstance(x, int) and not -(2**31) <= x < 2**31:
             return tree.literal(x)

@@ -76,6 +76,8 @@ def literal(value: bool | int | float, place: Place = None) -> Node:
     kind = {bool: Kind.BOOL, int: Kind.INT, float: Kind.FLOAT}[type(value)]
     if kind == Kind.INT and not -(2**63) <= value < 2**63:
         raise TextError(ValueError, "integers must fit 64 bits", place)
+    if kind == Kind.FLOAT and math.isnan(value):
+        raise TextError(ValueError, "a score cannot be NaN", place)
     value = in_float32(value) if kind == Kind.FLOAT else value
     return Node("literal", kind, value=value, place=place)
 
