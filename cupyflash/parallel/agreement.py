@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .transport import Failures, Team, all_gather
+from .transport import Failures, RankError, Team, all_gather
 
 ERRORS = (TypeError, ValueError, NotImplementedError)  # what checks raise
 FINE = 0
@@ -26,14 +26,16 @@ def agree(
 
     Args:
         facts: what must be the same on all ranks, in words.
-        error: what the checks of this rank raised, one of `ERRORS`.
+        error: what the checks of this rank raised, or a function of the caller's own in them.
 
     Raises:
         TypeError, ValueError, NotImplementedError: what a rank raised, with its number; ValueError
             with the number of the first rank whose facts are not those of rank 0.
-        RankError: a rank has failed or left.
+        RankError: a rank has failed or left, or raised anything else.
     """
-    kind = FINE if error is None else 1 + [isinstance(error, x) for x in ERRORS].index(True)
+    known, kind = isinstance(error, ERRORS), FINE
+    if error is not None:
+        kind = 1 + [isinstance(error, x) for x in (*ERRORS, Exception)].index(True)
     digest = hashlib.sha256(facts.encode()).digest()[:7]
     with failures.reported(function):
         row = [[kind, int.from_bytes(digest, "little")]]
@@ -43,7 +45,8 @@ def agree(
         rows = rows.tolist()
         if all(row == [FINE, rows[0][1]] for row in rows):
             return
-        texts = [facts if error is None else str(error)]
+        text = str(error) if known else f"raised {type(error).__name__}: {error}"
+        texts = [facts if error is None else text]
         for team in teams:
             gathered = [[""] for _ in range(team.size)]
             dist.all_gather_object(gathered, texts, group=team.group)
@@ -51,6 +54,8 @@ def agree(
     if error is not None:
         raise error
     for rank, (kind, _) in enumerate(rows):
+        if kind > len(ERRORS):
+            raise RankError(f"{function}: rank {rank} {texts[rank]}")
         if kind:
             text = texts[rank].removeprefix(f"{function}: ")
             raise ERRORS[kind - 1](f"{function}: rank {rank}: {text}")

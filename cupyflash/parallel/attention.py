@@ -11,7 +11,7 @@ from .. import environment
 from ..ops.attention.options import Extras, Options, plain_options
 from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
-from .agreement import ERRORS, agree
+from .agreement import agree
 from .checks import Call, checked, refuse_not_built
 from .moves import kept, moved
 from .pieces import FUNCTION
@@ -133,7 +133,7 @@ def _call(
             q, k, v = (x.to_local() for x in (q, k, v))
         q, k, v, extras = _autocast(q, k, v, extras)
         call = _checked(q, k, v, shard, plain, extras, move, captures)
-    except ERRORS as raised:
+    except Exception as raised:  # also of a function of the caller's own, as it is traced
         error = raised
     on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v))
     if not (on_gpu and shard.agreed) or environment.current().debug:

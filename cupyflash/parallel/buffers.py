@@ -43,7 +43,8 @@ def context_parallel(
         The shard.
 
     Raises:
-        ValueError: no buffers; other numbers of tokens, or of axes; a tensor that is no buffer.
+        ValueError: no buffers; other numbers of tokens, or of axes; a buffer that requires a
+            gradient; a tensor that is no buffer.
         As `Shard`.
     """
     buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
@@ -54,6 +55,12 @@ def context_parallel(
     if any(all(x is not buffer for buffer in buffers) for x in kept):
         fact = "no_restore_buffers must be among the buffers"
         raise ValueError(f"{FUNCTION}: {fact}, got another tensor")
+    if any(x.requires_grad for x in buffers):
+        fact = "buffers must not require a gradient, as they are changed in place"
+        raise ValueError(f"{FUNCTION}: {fact}, got one that does")
+    if any(not -x.dim() <= dim < x.dim() for x, dim in zip(buffers, dims)):
+        fact = "buffer_seq_dims must be axes of the buffers"
+        raise ValueError(f"{FUNCTION}: {fact}, got {dims}")
     tokens = {buffer.shape[dim] for buffer, dim in zip(buffers, dims)}
     lengths = (buffers[0].shape[dims[0]],) if lengths is None else tuple(lengths)
     if tokens != {sum(lengths)}:
@@ -61,8 +68,9 @@ def context_parallel(
         raise ValueError(f"{FUNCTION}: {fact}, got {sorted(tokens)}")
     shard = _shard(mesh, tuple(mesh.get_all_groups()), lengths)
     given = [None if any(x is y for y in kept) else x.detach().clone() for x in buffers]
-    for buffer, dim in zip(buffers, dims):
-        _put(buffer, shard.take(buffer.detach(), dim))
+    parts = [shard.take(buffer.detach(), dim) for buffer, dim in zip(buffers, dims)]
+    for buffer, part in zip(buffers, parts):
+        _put(buffer, part)
     try:
         with context(shard, move=move):
             yield shard

@@ -125,12 +125,15 @@ def wrong_buffers(name):
         "dims": {"buffers": [x], "buffer_seq_dims": [0, 1]},
         "tokens": {"buffers": [x, y], "buffer_seq_dims": [1, 0]},
         "lengths": {"buffers": [x], "buffer_seq_dims": [0], "lengths": [5, 4]},
+        "axis": {"buffers": [x, y], "buffer_seq_dims": [0, 1]},
+        "gradient": {"buffers": [x, torch.zeros(8, requires_grad=True)], "buffer_seq_dims": [0, 0]},
         "no buffer": {"buffers": [x], "buffer_seq_dims": [0], "no_restore_buffers": {y}},
     }[name]
     try:
         with parallel.context_parallel(mesh, **options):
             pass
     except ValueError as error:
+        assert x.shape == (8, 3)  # nothing has been changed
         return str(error)
 
 

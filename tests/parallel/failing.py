@@ -30,7 +30,7 @@ def wrong(name, bad=(1,), move="keys"):
     text = None
     try:
         attention(q, k, v, shard, **options)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError, NotImplementedError, KeyError, transport.RankError) as error:
         text = f"{type(error).__name__}: {error}"
     out = attention(*tensors(shard), shard, causal=True)
     assert out.shape == (len(shard), 4, 16)
@@ -61,6 +61,7 @@ WRONG = {
     "score": lambda q, k, v, o: (q, k, v, o | {"score": Score("f(head)", f=numpy.ones(4, "f"))}),
     "mask": lambda q, k, v, o: (q, k, v, o | {"mask": "key < query"}),
     "both": lambda q, k, v, o: (q, k, v, o | {"score": Score("2 * score"), "softcap": 3.0}),
+    "raises": lambda q, k, v, o: (q, k, v, o | {"score": lambda *_: {}["slopes"]}),
     "block mask": lambda q, k, v, o: (
         q,
         k,

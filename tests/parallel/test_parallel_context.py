@@ -56,6 +56,8 @@ def test_groups_that_are_gone(two):
         ("dims", "buffer_seq_dims as many, got 1 and 2"),
         ("tokens", "buffers must have the 3 tokens of all sequences, got [3, 8]"),
         ("lengths", "buffers must have the 9 tokens of all sequences, got [8]"),
+        ("axis", "buffer_seq_dims must be axes of the buffers, got [0, 1]"),
+        ("gradient", "buffers must not require a gradient"),
         ("no buffer", "no_restore_buffers must be among the buffers"),
     ],
 )

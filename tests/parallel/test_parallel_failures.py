@@ -54,6 +54,13 @@ def test_a_wrong_call_of_one_rank_of_a_mesh(four):
         ] * 3
 
 
+def test_a_function_of_one_rank_that_raises(two):
+    """It raises while it is traced, when the other rank already waits."""
+    first, second = two.run(failing.wrong, "raises")
+    assert second == "KeyError: 'slopes'"
+    assert first == "RankError: parallel.attention: rank 1 raised KeyError: 'slopes'"
+
+
 @pytest.mark.parametrize("name", ["bias", "block mask", "move"])
 def test_a_wrong_call_of_all_ranks(name, two):
     for text in two.run(failing.wrong, name, (0, 1)):

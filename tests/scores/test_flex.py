@@ -91,6 +91,18 @@ def test_tiles_are_remembered_for_whole_sequences_alone():
         assert isinstance(arrays[-1], FoundTiles) == (not names)
 
 
+def test_another_function_of_a_block_mask_is_seen():
+    """Callers of torch set the attribute, as on a slice of a BlockMask, which has no function."""
+    inputs = tensors(seqlen_q=24, seqlen_k=24)
+    blocks = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu")
+    for window in (30, 2):
+        blocks.mask_mod = lambda b, h, q, k, of=window: (q >= k) & (q - k <= of)
+        found = cupyflash.flex_attention(inputs.q, inputs.k, inputs.v, None, blocks)
+        options = {"causal": True, "window": (window, 0), "layout": "bhsd"}
+        right = cupyflash.attention(inputs.q, inputs.k, inputs.v, **options)
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_first_calls_that_leave_nothing_behind(mode):
     """What a BlockMask keeps is of use to calls with a gradient, and is no fake."""

@@ -1,6 +1,7 @@
 """Functions that are not traced again, and those that must be, as what they read has changed."""
 
 import functools
+import math
 
 import numpy
 import pytest
@@ -59,6 +60,14 @@ def test_new_arrays_are_seen_and_not_traced(traced, make):
         results.append(check(make(slopes)))
     assert len(traced) == 1 + len(results)  # the others are those of `check`
     assert len({x.sum().item() for x in results}) == len(results)
+
+
+def test_math_of_literals_is_known(traced):
+    """T5 computes its buckets with math.log(16) beside a table."""
+    for _ in range(2):
+        table = torch.rand(9)
+        check(lambda s, b, h, q, k, of=table: s + of[k] * math.log(16) * math.pi)
+    assert len(traced) == 1 + 2
 
 
 def test_masks(traced):
@@ -125,9 +134,39 @@ def by_scalar(slopes):
     return lambda s, b, h, q, k: s - factor * 2 * abs(q - k)
 
 
-@pytest.mark.parametrize(
-    "make", [by_branch, by_content, by_new_array, by_function, by_partial, by_scalar]
-)
+def by_element(slopes):
+    table = slopes.numpy()
+    return lambda s, b, h, q, k: s - table[0] * abs(q - k)
+
+
+def by_largest(slopes):
+    table = slopes.numpy()
+    return lambda s, b, h, q, k: s - table.max() * abs(q - k)
+
+
+def by_math(slopes):
+    factor = slopes[0]
+    return lambda s, b, h, q, k: s - math.exp(factor) * abs(q - k)
+
+
+def by_helper_and_math(slopes):
+    exp = math.exp
+
+    def factor():
+        return exp(slopes[0])
+
+    return lambda s, b, h, q, k: s - factor() * abs(q - k)
+
+
+def by_number_of_numpy(slopes):
+    return lambda s, b, h, q, k: s - numpy.float32(slopes[0]) * abs(q - k)
+
+
+BY_CONTENT = [by_branch, by_content, by_new_array, by_function, by_partial, by_scalar, by_element]
+BY_CONTENT += [by_largest, by_math, by_helper_and_math, by_number_of_numpy]
+
+
+@pytest.mark.parametrize("make", BY_CONTENT)
 def test_what_may_depend_on_the_content_is_traced_at_each_call(traced, make):
     slopes = torch.tensor([0.25, 0.5])
     score = make(slopes)

@@ -3,6 +3,7 @@
 
 import functools
 import math
+import struct
 import types
 
 import numpy
@@ -10,6 +11,7 @@ import pytest
 from fakes import Stream, fake_cupy, fake_graphs
 
 import cupyflash
+from cupyflash.ops.attention.captures import PackedCaptures
 from cupyflash.ops.attention.masks import MaskTilesLaunch
 from cupyflash.ops.attention.options import Options
 from cupyflash.ops.attention.score_text import Capture, Text, tiles, tree
@@ -71,6 +73,17 @@ def test_value(text, wanted):
     again = to_text(parse(text, CAPTURES))
     assert float(value(again)) == float(value(text))
     assert to_text(parse(again, CAPTURES)) == again
+
+
+def test_powers_of_zero_have_finite_derivatives():
+    """Of torch, too, by the base where the exponent is 0, and by the exponent where the base is."""
+    captures = (Capture("x", "float32", 1, True), Capture("p", "float32", 1, True))
+    values = {"x": numpy.array([0.0, 0.0, 2.0]), "p": numpy.array([0.0, 1.5, 2.0])}
+    places = {"query": numpy.asarray(0), "key": numpy.arange(3), "score": numpy.zeros(3)}
+    tree_ = parse("score + pow(x(key), p(key))", captures)
+    _, found = Evaluation(tree_, places, values, ("x", "p")).pull(numpy.ones(3))
+    assert found["x"].tolist() == [0, 0, 4]
+    assert found["p"].tolist() == pytest.approx([0, 0, 4 * math.log(2)])
 
 
 def test_guards_of_indices():
@@ -179,6 +192,8 @@ def test_other_errors():
             "c must be float32, float16, bfloat16, int32, int64, uint8, bool, got float64 (write",
         ),
         (lambda: cupyflash.Score("score + n", n=2**40), ValueError, "n must fit 32 bits"),
+        (lambda: cupyflash.Score("score + n", n=numpy.array(2**40)).values, ValueError, "n must fit 32 bits, got 1099511627776"),
+        (lambda: cupyflash.Score("score + n", n=numpy.array(1j)).values, TypeError, "n must be a real number, got 1j"),
         (lambda: cupyflash.Mask("score < 3"), ValueError, "an unknown name; names are batch,"),
         (lambda: cupyflash.Mask("key + 1"), TypeError, "a mask must be a condition"),
         (
@@ -281,12 +296,15 @@ def branch(s, b, h, q, k):
         (lambda s, b, h, q, k: s + TABLE[h], ValueError, "TABLE has 2 axes and needs as many", "s + TABLE[h]"),
         (lambda s, b, h, q, k: s.frobnicate(), NotImplementedError, "frobnicate is no function of scores", "s.frobnicate()"),
         (lambda s, b, h, q, k: s.clamp_(0, 1), NotImplementedError, "changes nothing in place, allowed is clamp", "s.clamp_(0, 1)"),
+        (lambda s, b, h, q, k: s + (q - k).astype("uint8"), TypeError, "integers of 32 bits, got uint8", '(q - k).astype("uint8")'),
+        (lambda s, b, h, q, k: s + (q - k).short(), TypeError, "integers of 32 bits, got int16", "(q - k).short()"),
         (lambda s, b, h, q, k: [s for _ in range(k)][0], TypeError, "is no Python number", "range(k)"),
         (lambda s, b, h, q, k: None, TypeError, "the function returns nothing", ""),
         (lambda s, b, h, q, k: (s, s), TypeError, "a function returns one score, got 2", ""),
         (lambda s, b, h, q, k: "s", TypeError, "got a str", ""),
         (lambda s, b, h, q, k: q > k, TypeError, "a score must be a number", ""),
         (lambda s, b, h, q, k: s * float("nan"), ValueError, "a score cannot be NaN", 's * float("nan")'),
+        (lambda s, b, h, q, k: float("nan"), ValueError, "a score cannot be NaN", ""),
     ],
 )  # fmt: skip
 def test_errors_of_functions(function, kind, fact, code):
@@ -344,6 +362,21 @@ def test_numbers_in_host_memory_are_read_at_each_call():
     assert cupyflash.Score(lambda s, b, h, q, k: s * fixed).values == (0.5,)
 
 
+def test_numbers_beyond_float32_are_infinite():
+    """The kernels take numbers of 32 bits; what masks as -1e39 in a variable or the code masks."""
+    least = -1e39
+    lowest = numpy.array(numpy.finfo("float64").min)
+    for score in (
+        cupyflash.Score(lambda s, b, h, q, k: s + least),
+        cupyflash.Score("score + least", least=least),
+        cupyflash.Score("score + least", least=lowest),
+    ):
+        assert PackedCaptures(score.alone, [None])(score.values)[:4] == struct.pack("f", -math.inf)
+    assert cupyflash.Score(lambda s, b, h, q, k: s + 1e39).text == "score + INF"
+    assert "score - INF" in cupyflash.Score("score - 1e39").cuda("fwd")
+    assert cupyflash.Score(lambda s, b, h, q, k: s + 3.4028235e38).text == "score + 3.4028235e+38"
+
+
 def test_an_array_of_both_stands_once():
     score = cupyflash.Score(lambda s, b, h, q, k: s + TABLE[0, k] if N else s)
     mask = cupyflash.Mask(lambda b, h, q, k: TABLE[h, k] > 0)
@@ -352,6 +385,39 @@ def test_an_array_of_both_stands_once():
     assert [x.name for x in text.captures] == ["TABLE"] and values[0] is TABLE
     text, values = written("attention", score, other)
     assert text.mask == "TABLE2(key) == 1" and values[1] is DOC
+
+
+def bent(s, b, h, q, k):
+    gap = q - k
+    return s + gap * gap  # the trace calls the gap t1
+
+
+def band(b, h, q, k):
+    gap = q - k
+    return (gap >= 0) & (gap < 4)
+
+
+OF_T1 = [
+    (bent, cupyflash.Mask("t1(key) == 1", t1=DOC)),
+    (cupyflash.Score("score + t1(key)", t1=DOC), band),
+    (cupyflash.Score("t1 = query * 2.0; score + t1"), cupyflash.Mask("t1(key) == 1", t1=DOC)),
+]
+
+
+@pytest.mark.parametrize("score, mask", OF_T1, ids=["score", "mask", "texts"])
+def test_a_part_has_no_name_of_the_other_captures(score, mask):
+    text, values = written("attention", score, mask)
+    captures = {x.name: value for x, value in zip(text.captures, values)}
+    query, key = numpy.arange(5).reshape(5, 1), numpy.arange(5)
+    variables = {"query": query, "key": key, "score": numpy.zeros((5, 5))}
+    trees = text.score_tree, text.mask_tree
+    found = [Evaluation(tree_, variables, captures).value for tree_ in trees]
+    gap = query - key
+    wanted_score = gap**2 if score is bent else DOC if mask is band else 2 * query
+    wanted_mask = (gap >= 0) & (gap < 4) if mask is band else DOC == 1
+    assert (found[0] == wanted_score).all() and (found[1] == wanted_mask).all()
+    moved = of_pieces(text, frozenset({"query"}))  # a text that is written anew
+    assert moved.score_tree is not None and moved.mask_tree is not None
 
 
 def test_header():

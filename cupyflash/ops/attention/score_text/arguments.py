@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ....runtime.array import Array, compiling
-from ..options import NUM_EXTRAS, Options
+from ..options import NUM_EXTRAS, Extras, Options
 from .block_mask import is_block_mask, mask_of
 from .encode import SEPARATOR
 from .scores import Mask, Score, written
@@ -14,7 +14,7 @@ from .write import nodes
 
 LAYOUT = Options._fields.index("layout")
 NAMES = {"flex_attention": ("score_mod", "block_mask")}  # of the arguments
-SEQUSED = slice(6, 8)  # the places of seqused_q and seqused_k in `Extras`
+SEQUSED = tuple(map(Extras._fields.index, ("seqused_q", "seqused_k")))
 AXES = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2)}  # of batch, heads and seqlen
 BACKWARD = 7  # arrays before the optional ones, of which dout is the first
 
@@ -59,7 +59,8 @@ def with_text(
     if by_blocks:
         mask = _of_blocks(function, options, arrays[tensors == BACKWARD :], mask)
     text, captures = written(function, score, mask, NAMES.get(function, ("score", "mask")))
-    if by_blocks and any(x is not None for x in arrays[tensors:][SEQUSED]):
+    extras = (*arrays[tensors:], *missing)
+    if by_blocks and any(extras[x] is not None for x in SEQUSED):
         captures = captures[: len(text.captures)]  # other lengths have other tiles
     return (*options, text), (*arrays, *missing, *captures)
 

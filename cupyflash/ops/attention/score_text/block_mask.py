@@ -11,7 +11,8 @@ from .stand_in import Fixed
 
 PARTIAL, FULL = 1, 2  # kinds of a block; 0 is an empty one
 
-_masks: "weakref.WeakKeyDictionary[Any, Mask]" = weakref.WeakKeyDictionary()
+# Of each BlockMask its function, which a caller may replace by another one, and the mask of both.
+_masks: "weakref.WeakKeyDictionary[Any, tuple[Any, Mask]]" = weakref.WeakKeyDictionary()
 
 
 def is_block_mask(x: Any) -> bool:
@@ -35,12 +36,13 @@ def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Ma
     if any(size not in (1, whole) for size, whole in zip(sizes, q[:2])):
         fact = f"{name} must have the batch and heads of the queries, {tuple(q[:2])}, or 1"
         raise ValueError(f"{function}: {fact}, got a BlockMask of {sizes}")
-    mask = _masks.get(block_mask)
-    if mask is None:
+    mask_mod, mask = _masks.get(block_mask, (None, None))
+    if mask is None or mask_mod is not block_mask.mask_mod:
         with loaded.torch.inference_mode(False):  # later calls may record a gradient
             mask = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
         if _is_computed(block_mask.kv_indices):
-            mask = _masks[block_mask] = mask.tiles()  # a BlockMask is new where its mask changes
+            mask = mask.tiles()  # a BlockMask is new where its mask changes
+            _masks[block_mask] = block_mask.mask_mod, mask
     return mask
 
 

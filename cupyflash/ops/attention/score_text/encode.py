@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from .text import Text
 from .tree import Capture, Node
 from .write import to_text
 
+WORD = re.compile(r"\w+")
 SEPARATOR = "\n"  # between a score and a mask that are encoded apart; JSON has none
 
 
@@ -51,17 +53,25 @@ def joined(score: Text, mask: Text, shared: Sequence[str] = ()) -> tuple[Text, l
         if name != capture.name:
             names[capture.name] = name
         captures.append(capture._replace(name=name))
-    text = mask.mask
-    if names:
 
-        def rename(x: Node) -> Node:
-            value = x.value
-            if x.op == "capture":
-                value = value._replace(name=names.get(value.name, value.name))
-            return Node(x.op, x.kind, x.args, value)
+    def rename(x: Node) -> Node:
+        value = x.value
+        if x.op == "capture":
+            value = value._replace(name=names.get(value.name, value.name))
+        return Node(x.op, x.kind, x.args, value)
 
-        text = to_text(changed(mask.mask_tree, rename))
-    return Text(score.score, text, tuple(captures)), own
+    texts = [score.score, mask.mask]
+    if _names_a_part(score, captures):
+        texts[0] = to_text(score.score_tree, captures)
+    if names or _names_a_part(mask, captures):
+        texts[1] = to_text(changed(mask.mask_tree, rename), captures)
+    return Text(*texts, tuple(captures)), own
+
+
+def _names_a_part(text: Text, captures: Sequence[Capture]) -> bool:
+    """Whether one of these captures has the name of a part of a text that does not read it."""
+    others = {x.name for x in captures} - {x.name for x in text.captures}
+    return not others.isdisjoint(WORD.findall(text.score + text.mask))
 
 
 def values_of(text: Text, tensors: Sequence[Any], numbers: Sequence[float]) -> list[Any]:
@@ -87,7 +97,7 @@ def folded(string: str, numbers: Sequence[float], batch: int) -> tuple[str, list
         return x
 
     parts = [
-        to_text(changed(x, of_one)) if x is not None else ""
+        to_text(changed(x, of_one), text.captures) if x is not None else ""
         for x in (text.score_tree, text.mask_tree)
     ]
     if name not in "".join(parts):

@@ -54,7 +54,10 @@ FUNCTIONS = {
     "relu": Function(lambda xp, x: xp.maximum(x, 0), (lambda xp, y, x: xp.where(x > 0, 1, 0),)),
     "pow": Function(
         lambda xp, x, p: x**p,
-        (lambda xp, y, x, p: p * x ** (p - 1), lambda xp, y, x, p: y * xp.log(x)),
+        (  # those of torch where the base is 0
+            lambda xp, y, x, p: xp.where(p == 0, 0, p * x ** (p - 1)),
+            lambda xp, y, x, p: xp.where((x == 0) & (p >= 0), 0, y * xp.log(x)),
+        ),
         arity=2,
     ),
     "abs": Function(lambda xp, x: abs(x), (lambda xp, y, x: xp.sign(x),), keeps_integers=True),

@@ -25,7 +25,7 @@ def of_pieces(text: Text, names: frozenset[str]) -> Text:
             and "key", where those of a sequence do not begin at 0.
     """
     parts = [
-        "" if x is None else to_text(changed(x, _Moved(names)))
+        "" if x is None else to_text(changed(x, _Moved(names)), text.captures)
         for x in (text.score_tree, text.mask_tree)
     ]
     added = [

@@ -28,12 +28,13 @@ SAME = {
     "bitwise_right_shift": "rshift", "bitwise_and": "and", "bitwise_or": "or",
     "bitwise_xor": "xor", "bitwise_not": "invert", "invert": "invert",
 }  # fmt: skip
+NARROW = ("int8", "uint8", "int16", "uint16")
 BITWISE = {"and": ("&", "&&"), "or": ("|", "||"), "xor": ("^", "^")}
 ONE = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf", "sqrt", "rsqrt", "sin", "cos")
 ONE += ("floor", "relu", "abs")
 CASTS = {
     "float": "float", "double": "float", "half": "float", "bfloat16": "float", "int": "int",
-    "long": "int", "short": "int", "bool": "bool",
+    "long": "int", "bool": "bool",
 }  # fmt: skip
 
 
@@ -59,9 +60,7 @@ class Recorder:
 
     def number(self, x: int | float) -> Node:
         """A number: one that stands in the code is a part of the text, any other an argument."""
-        if isinstance(x, float) and math.isnan(x):
-            raise TextError(ValueError, "a score cannot be NaN")
-        if (isinstance(x, float) and math.isinf(x)) or self.literal(x):
+        if (isinstance(x, float) and not math.isfinite(x)) or self.literal(x):
             return tree.literal(x)
         if isinstance(x, int) and not -(2**31) <= x < 2**31:
             return tree.literal(x)
@@ -237,8 +236,14 @@ class Recorder:
         return tree.apply("/", [tree.literal(1.0), self.node(x)])
 
     def call_to(self, x: Any, dtype: Any = None, **_: Any) -> Node:
-        """The value as another dtype; an argument that is no dtype, a device say, is ignored."""
-        name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.").rstrip("0123456789")
+        """The value as another dtype; an argument that is no dtype, a device say, is ignored.
+
+        Integers have 32 bits at least, so those of fewer, in which numbers wrap, are of conditions.
+        """
+        name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+        if name in NARROW and self.node(x).kind != Kind.BOOL:
+            raise TextError(TypeError, f"a score has integers of 32 bits, got {name}")
+        name = name.rstrip("0123456789")
         name = {"bfloat": "float", "uint": "int"}.get(
             name.removesuffix("_"), name.removesuffix("_")
         )
@@ -250,6 +255,9 @@ class Recorder:
 
     def call_type_as(self, x: Any, like: Any) -> Node:
         return tree.apply(self.node(like).kind.name.lower(), [self.node(x)])
+
+    def call_short(self, x: Any) -> Node:
+        return self.call_to(x, "int16")
 
     def call_new_zeros(self, x: Any, *_: Any, dtype: Any = None, **__: Any) -> Node:
         return self.filled(x, 0, dtype)

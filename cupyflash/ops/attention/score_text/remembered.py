@@ -3,11 +3,13 @@
 A model hands over its function at every call, often one that it has just made. Its text follows
 from its code, the dtypes and ranks of the arrays that it names, and the numbers that it names, if
 the code has no branch, and calls nothing but the operations of a score: then the text cannot depend
-on what the arrays hold. Any other function is traced at each call.
+on what the arrays hold. Any other function is traced at each call, and so is one that may make a
+number of an element: of a NumPy array, or by a function of math or NumPy.
 """
 
 import dis
 import functools
+import math
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -28,6 +30,7 @@ CONSTANTS = ("nn", "functional", "special", "pi", "inf", "float32", "int32", "in
 OTHERS = ("JUMP", "ITER", "IMPORT", "STORE_", "DELETE_", "RAISE", "YIELD", "MAKE_", "LOAD_NAME")
 PLAIN = "STORE_FAST"
 ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+LITERALS = ("LOAD_CONST", "LOAD_SMALL_INT")
 
 _texts: dict[tuple, tuple[Any, tuple[int | None, ...]]] = {}
 
@@ -39,8 +42,10 @@ def remembered(kind: type, function: Any) -> Any:
         As the class.
     """
     arrays: list[Any] = []
-    key = _signature(function, arrays, DEPTH) if type(function) is FunctionType else None
-    if key is None:
+    hosts: list[Any] = []
+    plain = type(function) is FunctionType
+    key = _signature(function, arrays, hosts, DEPTH) if plain else None
+    if key is None or _makes_numbers(arrays, hosts):
         return kind(function)
     key = (kind, *key)
     if key in _texts:
@@ -70,11 +75,20 @@ def _place(x: Any, arrays: list[Any]) -> int | None:
     return next((i for i, y in enumerate(arrays) if x is y), -1)
 
 
-def _signature(function: FunctionType, arrays: list[Any], depth: int) -> tuple | None:
+def _makes_numbers(arrays: list[Any], hosts: list[Any]) -> bool:
+    """Whether these modules may make numbers of these arrays; NumPy makes none of one of CuPy."""
+    foreign = any(not type(x).__module__.startswith("cupy") for x in arrays)
+    return bool(arrays) and (math in hosts or (numpy in hosts and foreign))
+
+
+def _signature(
+    function: FunctionType, arrays: list[Any], hosts: list[Any], depth: int
+) -> tuple | None:
     """All that the text of a function follows from, None if that may be more.
 
     Args:
         arrays: gets those that the function names.
+        hosts: gets math and numpy if the function calls them with more than a literal.
     """
     code, names = function.__code__, _names(function.__code__)
     if names is None or function.__kwdefaults__ or not depth:
@@ -85,31 +99,48 @@ def _signature(function: FunctionType, arrays: list[Any], depth: int) -> tuple |
         values += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable without a value
         return None
+    for i, name in enumerate(names):
+        if values[i] is math and _calls_with_literals(code, name):
+            values[i] = math.pi  # as any number
     for x in (*values, *(function.__defaults__ or ())):
-        part = _part(x, arrays, depth)
+        part = _part(x, arrays, hosts, depth)
         if part is None:
             return None
         parts.append(part)
     return tuple(parts)
 
 
-def _part(x: Any, arrays: list[Any], depth: int) -> Any:
+def _part(x: Any, arrays: list[Any], hosts: list[Any], depth: int) -> Any:
     kind = type(x)
     if kind in (int, float, bool):
         return kind, repr(x)  # 0.0 and -0.0 are not the same
     if kind is FunctionType:
-        return _signature(x, arrays, depth - 1)
+        return _signature(x, arrays, hosts, depth - 1)
     if kind is ModuleType:
-        return x if x.__name__.partition(".")[0] in LIBRARIES else None
+        library = x.__name__.partition(".")[0]
+        hosts += [of for of in (math, numpy) if of.__name__ == library]
+        return x if library in LIBRARIES else None
     if kind in (BuiltinFunctionType, numpy.ufunc):
+        hosts += [numpy] * (kind is numpy.ufunc) + [math] * (x.__module__ == "math")
         return x if x.__name__ in (*OPERATIONS, *BUILTINS) else None
     if isinstance(x, numpy.generic):
         return kind, repr(x)
-    if not is_array(x) or (not x.ndim and isinstance(x, numpy.ndarray)):
-        return None  # NumPy makes a number of what is computed with an array without axes
+    if not is_array(x) or isinstance(x, numpy.ndarray):
+        return None  # NumPy makes a number of an element, and of what has no axes
     place = _place(x, arrays)
     arrays.append(x)
     return kind, x.dtype, x.ndim, place, not x.ndim and is_host_number(x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _calls_with_literals(code: CodeType, name: str) -> bool:
+    """Whether the functions of a module of this name get one literal each: ``math.log(16)``."""
+    found = [x for x in dis.get_instructions(code) if x.opname not in ("PUSH_NULL", "PRECALL")]
+    for of, attribute, argument, call in zip(found, found[1:], found[2:], found[3:]):
+        literal = argument.opname in LITERALS and "CALL" in call.opname
+        if of.argval == name and attribute.argval not in CONSTANTS and not literal:
+            return False
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -49,11 +49,12 @@ class _Written:
             fact = "allowed are a function of "
             fact += f"({', '.join(x for x in tree.NAMES if not (self.IS_MASK and x == 'score'))}) "
             raise TypeError(f"{function}: {fact}and a text, got {_kind(source)}")
-        _check_captures(function, self.captures, self.given)
+        _check_captures(function, self.captures)
+        named = list(zip(self.captures, self.given))
+        self.given = tuple(x if is_array(x) else _number(function, of, x) for of, x in named)
         texts = ("", self.text) if self.IS_MASK else (self.text, "")
         self.alone = Text(*texts, self.captures)
         self.encoded = encode_text(self.alone)
-        named = zip(self.captures, self.given)
         self.reads_host = any(of.is_number and is_array(x) for of, x in named)
 
     def _parse(self, function: str, source: str, captures: dict[str, Any]) -> None:
@@ -103,8 +104,8 @@ class _Written:
         """What the text reads, with the numbers that arrays without axes have now."""
         if not self.reads_host:
             return self.given
-        named = zip(self.captures, self.given)
-        return tuple(x.item() if of.is_number and is_array(x) else x for of, x in named)
+        function, named = f"cupyflash.{type(self).__name__}", zip(self.captures, self.given)
+        return tuple(_number(function, of, x) if of.is_number else x for of, x in named)
 
     def cuda(self, pass_: str) -> str:
         """The C++ that the kernels of a pass include, for this text alone.
@@ -213,7 +214,7 @@ def _joined(function: str, score: Score, mask: Mask) -> tuple[Text, tuple]:
     shared = tuple(x.name for x, value in named if not x.is_number and given.get(x) is value)
     text, own = _joined_text(score.alone, mask.alone, shared)
     values = (*score.values, *itertools.compress(of_mask, own))
-    _check_captures(function, text.captures, values)
+    _check_captures(function, text.captures)
     return text, values
 
 
@@ -230,6 +231,23 @@ def _value(x: Any) -> Any:
     return int(x) if isinstance(x, bool) else x
 
 
+def _number(function: str, capture: Capture, x: Any) -> int | float:
+    """The number that the kernels get, of a Python number or an array without axes.
+
+    Raises:
+        TypeError: a complex number.
+        ValueError: an integer of more than 32 bits.
+    """
+    x = x.item() if is_array(x) else x
+    if isinstance(x, complex):
+        raise TypeError(f"{function}: {capture.name} must be a real number, got {x}")
+    if capture.dtype == "float":
+        return tree.in_float32(x)
+    if not -(2**31) <= x < 2**31:
+        raise ValueError(f"{function}: {capture.name} must fit 32 bits, got {x}")
+    return x
+
+
 def _capture(function: str, name: str, x: Any) -> Capture:
     """The capture of this name; ValueError or TypeError for one that a text cannot read."""
     if name in tree.RESERVED or not name.isascii() or "__" in name or name.startswith("_"):
@@ -244,15 +262,13 @@ def _capture(function: str, name: str, x: Any) -> Capture:
     return Capture(name, str(x.dtype).removeprefix("torch."), x.ndim)
 
 
-def _check_captures(function: str, captures: Any, values: Any) -> None:
-    for capture, x in zip(captures, values):
+def _check_captures(function: str, captures: Any) -> None:
+    for capture in captures:
         if not capture.is_number and capture.dtype not in CPP_TYPES:
             fact = f"{capture.name} must be {', '.join(CPP_TYPES)}"
             hint = " (write it .astype('float32'), or .float() of torch)"
             got = capture.dtype + hint * (capture.dtype == "float64")
             raise TypeError(f"{function}: {fact}, got {got}")
-        if capture.dtype == "int" and not (is_array(x) or -(2**31) <= x < 2**31):
-            raise ValueError(f"{function}: {capture.name} must fit 32 bits, got {x}")
     size = sum(8 * (1 + x.rank) for x in captures)
     if size > MOST_BYTES:
         fact = f"captures take 8 bytes and 8 for each axis, {MOST_BYTES} at most"

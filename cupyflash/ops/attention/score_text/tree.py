@@ -58,6 +58,7 @@ class Node:
 NAMES = {"score": Kind.FLOAT} | dict.fromkeys(("batch", "head", "query", "key"), Kind.INT)
 CASTS = {"int": Kind.INT, "float": Kind.FLOAT, "bool": Kind.BOOL}
 CONSTANTS = {"INF": math.inf, "PI": math.pi, "true": True, "false": False}
+FLOAT32_END = 2.0**128 - 2.0**103  # from here on, numbers round to infinity
 COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 BITWISE = ("&", "|", "^")
 # The words of C++, and what the generated code uses: no capture and no part has such a name.
@@ -75,7 +76,15 @@ def literal(value: bool | int | float, place: Place = None) -> Node:
     kind = {bool: Kind.BOOL, int: Kind.INT, float: Kind.FLOAT}[type(value)]
     if kind == Kind.INT and not -(2**63) <= value < 2**63:
         raise TextError(ValueError, "integers must fit 64 bits", place)
+    if kind == Kind.FLOAT and math.isnan(value):
+        raise TextError(ValueError, "a score cannot be NaN", place)
+    value = in_float32(value) if kind == Kind.FLOAT else value
     return Node("literal", kind, value=value, place=place)
+
+
+def in_float32(x: float) -> float:
+    """x, or infinity where a float32 is infinite."""
+    return math.copysign(math.inf, x) if abs(x) >= FLOAT32_END else x
 
 
 def name(value: str, place: Place = None) -> Node:

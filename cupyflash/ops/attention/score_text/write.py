@@ -5,9 +5,9 @@ Both are the same expression. C++ has the casts that the text leaves out, and ty
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from .capture import PIECES
+from .capture import PIECES, Capture
 from .parse import PRECEDENCE
 from .tree import BITWISE, COMPARISONS, Kind, Node
 
@@ -15,9 +15,14 @@ UNARY = {"neg": "-", "!": "!", "~": "~"}
 TIGHTEST = max(PRECEDENCE.values()) + 1  # of unary operators
 
 
-def to_text(tree: Node) -> str:
-    """The text, which `parse` turns into an equal tree."""
+def to_text(tree: Node, captures: Iterable[Capture] = ()) -> str:
+    """The text, which `parse` turns into an equal tree.
+
+    Args:
+        captures: those beside which it is parsed: no part has the name of one.
+    """
     writer = _Writer(tree, cpp=False)
+    writer.used |= {x.name for x in captures}
     result = writer.write(tree, 0)
     return " ".join([f"{name} = {text};" for name, text in writer.parts] + [result])
 
