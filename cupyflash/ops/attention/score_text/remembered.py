@@ -39,7 +39,7 @@ def remembered(kind: type, function: Any) -> Any:
         As the class.
     """
     arrays: list[Any] = []
-    key = _signature(function, arrays, DEPTH) if type(function) is FunctionType else None
+    key = names_of(function, arrays)
     if key is None:
         return kind(function)
     key = (kind, *key)
@@ -61,6 +61,15 @@ def remembered(kind: type, function: Any) -> Any:
         text.given = tuple(x if place is None else None for x, place in zip(made.given, places))
         _texts[key] = text, places
     return made
+
+
+def names_of(function: Any, arrays: list[Any]) -> tuple | None:
+    """The code of a function and what it names, to compare; None where the text may need more.
+
+    Args:
+        arrays: gets those that the function names, whose dtypes and ranks alone are in the result.
+    """
+    return _signature(function, arrays, DEPTH) if type(function) is FunctionType else None
 
 
 def _place(x: Any, arrays: list[Any]) -> int | None:
