@@ -4,6 +4,9 @@
 ``torch.nn.attention.restore_flash_attention_impl()`` these kernels then run
 `torch.nn.functional.scaled_dot_product_attention`, wherever torch chooses its flash backend
 (float16 or bfloat16, no mask), and `torch.nn.attention.varlen.varlen_attn`.
+
+To import this module defines all operators ``torch.ops.cupyflash``, which a program of torch.export
+or torch.jit names; otherwise the first call of each function that has some defines them.
 """
 
 from typing import Any
@@ -13,8 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ..jit import compiler
-from ..ops.attention import dispatch
+from ..ops.attention import dispatch, torch_text  # noqa: F401
 from ..ops.attention.options import DROPOUT_P, NO_EXTRAS, Extras, plain_options
+from ..ops.decode import torch_ops as of_caches  # noqa: F401
+from ..ops.group_norm import torch_ops as of_group_norm  # noqa: F401
+from ..ops.linear import torch_ops as of_linear  # noqa: F401
+from ..ops.norm import torch_ops as of_norm  # noqa: F401
 from ..runtime.lookup import library_of
 
 NAME = "cupyflash"

@@ -1,7 +1,9 @@
 """`cupyflash.flex_attention` beside torch's own, with BlockMasks of all kinds."""
 
 import collections
+import gc
 import math
+import weakref
 
 import pytest
 
@@ -91,16 +93,66 @@ def test_tiles_are_remembered_for_whole_sequences_alone():
         assert isinstance(arrays[-1], FoundTiles) == (not names)
 
 
-def test_another_function_of_a_block_mask_is_seen():
-    """Callers of torch set the attribute, as on a slice of a BlockMask, which has no function."""
+class Causal:
+    """An object that has the BlockMask of its own method."""
+
+    def __init__(self):
+        mask_mod = lambda b, h, q, k: self.sees(q, k)
+        self.blocks = flex.create_block_mask(mask_mod, None, None, 24, 24, "cpu")
+
+    def sees(self, query, key):
+        return query >= key
+
+
+class Slots:
+    """A mask_mod that weak references cannot name."""
+
+    __slots__ = ()
+
+    def __call__(self, b, h, q, k):
+        return q >= k
+
+
+def test_what_a_block_mask_keeps():
+    """It is found once, and anew where the function is another one, or names something else."""
+    left, document = 9, torch.arange(24) // 7
+    near = lambda b, h, q, k: (q >= k) & (q - k < left) & (document[q] == document[k])
     inputs = tensors(seqlen_q=24, seqlen_k=24)
-    blocks = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu")
-    for window in (30, 2):
-        blocks.mask_mod = lambda b, h, q, k, of=window: (q >= k) & (q - k <= of)
-        found = cupyflash.flex_attention(inputs.q, inputs.k, inputs.v, None, blocks)
-        options = {"causal": True, "window": (window, 0), "layout": "bhsd"}
-        right = cupyflash.attention(inputs.q, inputs.k, inputs.v, **options)
-        assert torch.equal(found, right)
+    qkv = inputs.q, inputs.k, inputs.v
+    blocks = flex.create_block_mask(near, None, None, 24, 24, "cpu")
+
+    def tiles():
+        """The tiles that a call gets; its result is that of torch."""
+        found = cupyflash.flex_attention(*qkv, block_mask=blocks, return_lse=True)
+        torch.testing.assert_close(found, by_torch(inputs, block_mask=blocks), rtol=2e-5, atol=2e-5)
+        options = plain_options("attention", layout="bhsd")
+        return with_text("attention", options, qkv, 3, None, blocks)[1][-1]
+
+    kept = [tiles()]
+    assert tiles() is kept[0]
+    left = 2
+    kept.append(tiles())
+    document = document.flip(0) // 2
+    kept.append(tiles())
+    document.zero_()
+    kept.append(tiles())
+    blocks.mask_mod = lambda b, h, q, k: q >= k
+    kept.append(tiles())
+    blocks.mask_mod = Slots()
+    kept.append(tiles())
+    assert tiles() is kept[-1]
+    assert len(set(map(id, kept))) == 6
+    blocks.kv_num_blocks.zero_()  # which torch's function step by step does not read
+    assert not cupyflash.flex_attention(*qkv, block_mask=blocks).any()
+
+
+def test_a_block_mask_that_its_function_holds_ends():
+    inputs, causal = tensors(seqlen_q=24, seqlen_k=24), Causal()
+    cupyflash.flex_attention(inputs.q, inputs.k, inputs.v, None, causal.blocks)
+    blocks = weakref.ref(causal.blocks)
+    del causal
+    gc.collect()
+    assert blocks() is None
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])

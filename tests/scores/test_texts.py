@@ -1,8 +1,10 @@
 """Texts of scores and masks: what they mean, what functions become, and what errors say."""
 # ruff: noqa: E501
 
+import copy
 import functools
 import math
+import pickle
 import struct
 import types
 
@@ -584,3 +586,5 @@ def test_tiles_of_streams_and_graphs(monkeypatch):
     assert memory_on(4) is memories[1] and launched == [3, 1, 2]
     fake.ends.pop()()  # the graph is gone, which held them until now
     assert scratch.unused_memory.pop() is memories[1]
+    for again in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert again.get(("kernel",), 1) is None  # bits are an address, which is not of a copy

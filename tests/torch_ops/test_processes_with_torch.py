@@ -1,5 +1,6 @@
 """What a process with torch imports and what Dynamo traces in it, each case in a fresh one."""
 
+import re
 import subprocess
 import sys
 
@@ -77,3 +78,39 @@ assert torch.equal(found, expected)
 def test_nothing_is_traced_after_a_call_without_tensors():
     """Dynamo gives a frame up for good if it is once called without tensors."""
     assert printed(AFTER_A_CALL_WITHOUT_TENSORS) == ["add"]
+
+
+EXPORTS = """
+import cupyflash
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        square = x[0, :, 0]
+        out = cupyflash.layer_norm(cupyflash.attention(x, x, x), x[0, 0, 0])
+        return cupyflash.group_norm(cupyflash.linear(out, square), 2)
+
+x = torch.randn(1, 8, 2, 8)
+torch.export.save(torch.export.export(Model(), (x,)), FILE)
+torch.save((x, Model()(x)), FILE + ".pt")
+"""
+
+LOADS = """
+import cupyflash.integrations.torch
+import torch
+
+x, right = torch.load(FILE + ".pt")
+print(torch.equal(torch.export.load(FILE).module()(x), right))
+print(*sorted(name for name in torch._C._dispatch_get_all_op_names() if "cupyflash::" in name))
+"""
+
+
+def test_programs_that_another_process_loads(tmp_path):
+    """The integration defines each operator that a module of the package defines."""
+    file = f"FILE = {str(tmp_path / 'model.pt2')!r}\n"
+    assert printed(file + EXPORTS) == []
+    same, *names = printed(file + LOADS)
+    assert same == "True"
+    sources = "".join(path.read_text() for path in (ROOT / "cupyflash/ops").rglob("torch_*.py"))
+    declared = re.findall(r'@operator\(\s*f?"(\w+)\(', sources)
+    assert sorted(f"cupyflash::{name}" for name in declared) == names

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
+import weakref
 
 import pytest
 from matrix import each
@@ -184,6 +185,31 @@ def test_checkpoint_repeats_the_dropout(target, use_reentrant):
     for name, x in zip(RESULTS, (out, *(x.grad for x in qkv)), strict=True):
         # The same operator with the same seed: another mask differs by far more.
         torch.testing.assert_close(x, plain[name], msg=name)
+
+
+@each(library="torch")
+@pytest.mark.parametrize("score", [None, cupyflash.Score("score + 1.0f")], ids=["plain", "score"])
+def test_checkpoint_keeps_no_bias(target, score):
+    """Nor the other optional tensors; they are computed again."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = target.inputs("float16", seqlen_q=20)
+    kept = []
+
+    def function(q, k, v):
+        bias = q.float().mean((2, 3))[:, None, :, None] + k.float().mean((2, 3))[:, None, None]
+        kept.append(weakref.ref(bias))
+        return cupyflash.attention(q, k, v, bias=bias, score=score)
+
+    qkv = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = checkpoint(function, *qkv, use_reentrant=False)
+    assert kept[0]() is None
+    again = torch.autograd.grad(out, qkv, inputs.dout)
+    right = torch.autograd.grad(function(*qkv), qkv, inputs.dout)
+    assert len(kept) == 3
+    for x, y in zip(again, right):  # another bias differs by far more
+        torch.testing.assert_close(x, y)
 
 
 @each(library="torch")

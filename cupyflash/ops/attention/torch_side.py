@@ -74,7 +74,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q, k, v, bias, sinks, call, *captures):  # noqa: ANN001, ANN205
-        function, extras, options = ctx.call = call
+        function, extras, options = call
+        # Tensors in here would outlive what checkpoints and hooks make of saved ones.
+        ctx.call = function, len(extras), options
         arrays = (q, k, v, *extras, *captures)
         out, lse = dispatch.forward(function, LIBRARY, arrays, (options, True))
         if out._is_view():  # columns of a wider array: torch would refuse out.mul_(x)
@@ -94,7 +96,7 @@ class Attention(torch.autograd.Function):
             from .score_text.arguments import learned_options
 
             options = learned_options(options, ctx.needs_input_grad[6:])
-            extras, captures = extras[: len(given)], extras[len(given) :]
+            extras, captures = extras[:given], extras[given:]
             extras += [x if number is None else number for x, number in zip(captures, ctx.numbers)]
         arrays = (readable(dout, out), q, k, v, out, lse, dlse, *extras)
         options = (options, ctx.needs_input_grad[3])

@@ -1,18 +1,22 @@
 """A `BlockMask` of FlexAttention as a `Mask`."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ....runtime import loaded
 from ....runtime.lookup import library_of
+from .remembered import names_of
 from .scores import Mask
 from .stand_in import Fixed
 
 PARTIAL, FULL = 1, 2  # kinds of a block; 0 is an empty one
+# The attributes of a BlockMask that list its blocks.
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
-# Of each BlockMask its function, which a caller may replace by another one, and the mask of both.
-_masks: "weakref.WeakKeyDictionary[Any, tuple[Any, Mask]]" = weakref.WeakKeyDictionary()
+# The mask of each BlockMask, behind the `_state` that it was made of.
+_masks: "weakref.WeakKeyDictionary[Any, tuple[tuple, Mask]]" = weakref.WeakKeyDictionary()
 
 
 def is_block_mask(x: Any) -> bool:
@@ -36,14 +40,33 @@ def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Ma
     if any(size not in (1, whole) for size, whole in zip(sizes, q[:2])):
         fact = f"{name} must have the batch and heads of the queries, {tuple(q[:2])}, or 1"
         raise ValueError(f"{function}: {fact}, got a BlockMask of {sizes}")
-    mask_mod, mask = _masks.get(block_mask, (None, None))
-    if mask is None or mask_mod is not block_mask.mask_mod:
+    state = _state(block_mask)
+    known, mask = _masks.get(block_mask, (None, None))
+    if mask is None or known != state:
         with loaded.torch.inference_mode(False):  # later calls may record a gradient
             mask = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
         if _is_computed(block_mask.kv_indices):
-            mask = mask.tiles()  # a BlockMask is new where its mask changes
-            _masks[block_mask] = block_mask.mask_mod, mask
+            mask = mask.tiles()
+            _masks[block_mask] = state, mask
     return mask
+
+
+def _state(block_mask: Any) -> tuple:
+    """What the mask follows from: its function, what that names, and how often arrays were changed.
+
+    A function with branches may name more than this has.
+    """
+    mask_mod, arrays = block_mask.mask_mod, [getattr(block_mask, name) for name in LISTS]
+    named = names_of(mask_mod, arrays)
+    # A function may hold its BlockMask, which would live as long as what is kept of it.
+    with contextlib.suppress(TypeError):  # an object with __slots__
+        mask_mod = weakref.ref(mask_mod)
+    return mask_mod, named, [(id(x), _version(x)) for x in arrays]
+
+
+def _version(x: Any) -> int:
+    """How often torch has seen a change in place; 0 where nobody counts."""
+    return x._version if hasattr(x, "is_inference") and not x.is_inference() else 0
 
 
 def _is_computed(x: Any) -> bool:
@@ -74,10 +97,8 @@ def _kinds(block_mask: Any) -> Any:
     rows, cols = (-(-n // size) for n, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE))
     shape = (*block_mask.shape[:2], rows, cols)
     kinds = torch.zeros(shape, dtype=torch.uint8, device=block_mask.kv_indices.device)
-    listed = ((PARTIAL, "kv_num_blocks", "kv_indices"),)
-    listed += ((FULL, "full_kv_num_blocks", "full_kv_indices"),)
-    for kind, counts, indices in listed:
-        count, index = getattr(block_mask, counts), getattr(block_mask, indices)
+    lists = [getattr(block_mask, name) for name in LISTS]
+    for kind, count, index in ((PARTIAL, *lists[:2]), (FULL, *lists[2:])):
         if count is None:
             continue
         count, index = count[:, :, :rows], index[:, :, :rows].long()

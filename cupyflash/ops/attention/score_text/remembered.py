@@ -42,10 +42,8 @@ def remembered(kind: type, function: Any) -> Any:
         As the class.
     """
     arrays: list[Any] = []
-    hosts: list[Any] = []
-    plain = type(function) is FunctionType
-    key = _signature(function, arrays, hosts, DEPTH) if plain else None
-    if key is None or _makes_numbers(arrays, hosts):
+    key = names_of(function, arrays)
+    if key is None:
         return kind(function)
     key = (kind, *key)
     if key in _texts:
@@ -66,6 +64,19 @@ def remembered(kind: type, function: Any) -> Any:
         text.given = tuple(x if place is None else None for x, place in zip(made.given, places))
         _texts[key] = text, places
     return made
+
+
+def names_of(function: Any, arrays: list[Any]) -> tuple | None:
+    """The code of a function and what it names, to compare; None where the text may need more.
+
+    Args:
+        arrays: gets those that the function names, whose dtypes and ranks alone are in the result.
+    """
+    if type(function) is not FunctionType:
+        return None
+    hosts: list[Any] = []
+    names = _signature(function, arrays, hosts, DEPTH)
+    return None if _makes_numbers(arrays, hosts) else names
 
 
 def _place(x: Any, arrays: list[Any]) -> int | None:

@@ -19,6 +19,10 @@ class FoundTiles(Carried):
         self.of_kernel: dict[tuple, dict[int, tuple[Any, bytes]]] = {}  # by `stream_number`
         self.parts: weakref.WeakKeyDictionary[Any, FoundTiles] = weakref.WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple:
+        """A copy, also one in another process, finds its own: bits are known by their address."""
+        return FoundTiles, ()
+
     def of(self, part: Any) -> "FoundTiles":
         """The tiles of a part of the queries and keys, kept as long as ``part`` lives."""
         return self.parts.setdefault(part, FoundTiles())
