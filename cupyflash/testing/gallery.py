@@ -154,6 +154,10 @@ GALLERY = {
         lambda x: lambda s, b, h, q, k: s + x[b, h, q, k], _normal(2, HEADS, LENGTH, LENGTH)
     ),
     "masked by -inf": Case(lambda: lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf"))),
+    "power": Case(  # a learned exponent, of a distance that is 0 on the diagonal
+        lambda x: lambda s, b, h, q, k: s - ((q - k).abs() / 16.0) ** x[h],
+        lambda rng: (torch.rand(HEADS, generator=rng) + 0.5,),
+    ),
     # masks
     "causal": Case(lambda: lambda b, h, q, k: q >= k, is_mask=True),
     "prefix lm": Case(lambda: lambda b, h, q, k: (k < 16) | (q >= k), is_mask=True),

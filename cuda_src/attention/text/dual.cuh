@@ -136,7 +136,7 @@ __device__ __forceinline__ Dual pow(Dual x, float y) {
 }
 __device__ __forceinline__ Dual pow(float x, Dual y) {
   const float z = pow(x, y.value);
-  return {z, y.slope == 0.f ? 0.f : z * log(x) * y.slope};
+  return {z, y.slope == 0.f || (x == 0.f && y.value >= 0.f) ? 0.f : z * log(x) * y.slope};
 }
 __device__ __forceinline__ Dual pow(Dual x, Dual y) {
   const Dual of_base = pow(x, y.value);
