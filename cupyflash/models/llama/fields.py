@@ -89,9 +89,9 @@ class Fields:
             raise ValueError(f"{FUNCTION}: {self.place} must have {name}, found none")
         return require_count(FUNCTION, f"{name} in {self.place}", value)
 
-    def flag(self, name: str) -> bool:
-        """True or false; false where there is none."""
-        value = self.get(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.get(name, default)
         if not isinstance(value, bool):
             fact = f"{name} in {self.place} must be true or false"
             raise ValueError(f"{FUNCTION}: {fact}, got {value!r}")
