@@ -41,11 +41,11 @@ def integers(target, values):
     return target.array(numpy.array(values, "int32"))  # a copy
 
 
-def spread_out(target, values):
+def spread_out(target, values, dtype="float32"):
     """The same values in an array whose axes do not collapse and whose last is not contiguous."""
     axes = numpy.random.default_rng(values.ndim).permutation(values.ndim)
     axes = axes if axes[-1] != values.ndim - 1 else numpy.roll(axes, 1)
-    x = stored(target, values.transpose(axes), "float32")
+    x = stored(target, values.transpose(axes), dtype)
     back = tuple(int(axis) for axis in numpy.argsort(axes))
     return x.permute(back) if target.library == "torch" else x.transpose(back)
 
