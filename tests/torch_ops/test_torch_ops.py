@@ -194,7 +194,7 @@ def test_checkpoint_keeps_no_bias(target, score):
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    inputs = target.inputs("float16", seqlen_q=20)
+    inputs = target.inputs(target.dtypes[0], seqlen_q=20)
     kept = []
 
     def function(q, k, v):
