@@ -246,7 +246,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=harness.DTYPES, default="bfloat16")
     add("--steps", type=int, default=64, help="of decoding, that are timed")
     add("--max-batch", type=int, default=256, help="of the requests that decode at once")
-    add("--serve-seconds", type=float, default=30.0, help="for all requests, twice")
+    add("--serve-seconds", type=float, default=30.0, help="of the timed run of all requests")
     add("--seconds", type=float, default=float("inf"), help="after these nothing goes on")
     return parser
 
