@@ -14,8 +14,11 @@ constexpr int PAIRS = MAX_HEAD_DIM / 2 / 32;  // of a lane
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     head_norm(const __grid_constant__ HeadNormParams params) {
-  launch_next_kernel();
+  // Attention of many sequences fills the GPU. If it began here, its blocks would be placed around
+  // the clusters of the projection, and half of the multiprocessors would end a third later.
+  if (params.rows == 1) launch_next_kernel();
   wait_for_previous_kernel();
+  launch_next_kernel();
 
   // ---- which head ----
   const int64_t warp = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32;
