@@ -28,6 +28,7 @@ def chosen(problem, card=HOPPER):
         (16, 512, 512, 64, False, (64, 1)),  # 128 tiles of 64 queries: one for each multiprocessor
         (32, 256, 256, 128, True, (64, 1)),
         (16, 2048, 2048, 64, False, (128, 1)),  # two tiles of 192 rows one after the other
+        (32, 512, 512, 64, True, (128, 1)),  # two of 64 rows one after the other take longer
         (64, 4096, 4096, 64, False, (192, 1)),  # many
         (8, 64, 8192, 128, False, (64, 16)),
         (1, 8192, 8192, 64, False, (64, 1)),

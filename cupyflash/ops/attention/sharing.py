@@ -39,6 +39,8 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # blocks that may share the keys of a 
 # The time of 128 keys by the rows of a tile, relative to 128 rows. 64 rows take more than half of
 # it, because one warpgroup alone computes no products while it computes its softmax.
 STEP = {64: 0.7, 128: 1.0, 192: 1.3}
+# What a tile behind another one of its multiprocessor takes beside its steps.
+NEXT_TILE = 1.5
 # Storing the parts of an output and combining them takes MERGE such units of time, and one more for
 # every ROWS_OF_A_UNIT rows of all parts.
 MERGE, ROWS_OF_A_UNIT = 3.0, 8192
@@ -178,13 +180,14 @@ def _time(choice: Choice, visits: list[int], problem: Problem, card: Card) -> fl
     tiles = num_tiles(config, problem)
     if splits > 1 and tiles * splits > at_once:  # each of them must have a multiprocessor
         return float("inf")
-    steps = [-(-x // splits) for x in visits]
+    unit = STEP[config.block_m] * config.block_n / 128
+    steps = [-(-x // splits) * unit for x in visits]
     longest = max(steps, default=0)
     if problem.has_own_lengths or min(steps, default=0) == longest:
-        busiest = -(-tiles * splits // at_once) * longest
+        walk = -(-tiles * splits // at_once) * (longest + NEXT_TILE) - NEXT_TILE
     else:  # the longest tiles come first, so that the short ones fill what is left
-        busiest = max(longest, sum(steps) * tiles * splits / len(steps) / at_once)
-    walk = busiest * STEP[config.block_m] * config.block_n / 128
+        mean = sum(steps) / len(steps) + NEXT_TILE
+        walk = max(longest, mean * tiles * splits / at_once - NEXT_TILE)
     if splits == 1:
         return walk
     return walk + MERGE + splits * math.prod(problem.lse_shape) / ROWS_OF_A_UNIT
