@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seqlen", type=int, nargs="+", default=SEQLENS)
     add("--batch-tokens", type=int, default=16384, help="batch = this / seqlen, at least 1")
     add("--hidden", type=int, default=2048, help="heads = this / head_dim, without --heads")
-    add("--heads", type=int, help="query heads")
+    add("--heads", type=int, nargs="+", help="query heads")
     add("--heads-kv", type=int, help="key and value heads, as many as query heads if not given")
     add("--causal", choices=CAUSAL, default="both")
     add("--pass", dest="direction", choices=PASSES, default="both")
@@ -41,12 +41,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """Every dtype x head dim x causal x seqlen, in this order."""
+    """Every heads x dtype x head dim x causal x seqlen, in this order."""
     found = []
-    for dtype, head_dim, causal, seqlen in itertools.product(
-        options.dtype, options.head_dim, CAUSAL[options.causal], options.seqlen
+    for given, dtype, head_dim, causal, seqlen in itertools.product(
+        options.heads or [None],
+        options.dtype,
+        options.head_dim,
+        CAUSAL[options.causal],
+        options.seqlen,
     ):
-        heads = options.heads or options.hidden // head_dim
+        heads = given or options.hidden // head_dim
         batch = max(1, options.batch_tokens // seqlen)
         heads_kv = options.heads_kv or heads
         found.append(Problem(dtype, head_dim, batch, seqlen, heads, heads_kv, causal))
