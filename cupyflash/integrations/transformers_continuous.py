@@ -69,6 +69,8 @@ def register(attention: Attention) -> None:
 
     manager.switch_to_cb_friendly_attn, manager._cupyflash_switches = switched, True
     manager.__init__, mixin.continuous_batching_context_manager = created, managed
+    if hasattr(manager, "_create_batch_processor"):
+        manager._create_batch_processor = _filled(manager._create_batch_processor)
     flash._lazy_imports = imported
     AttentionInterface.register(CONTINUOUS, functools.partial(continuous_attention, attention))
     AttentionMaskInterface.register(CONTINUOUS, flash_attention_mask)
@@ -87,6 +89,23 @@ def _switched_back(model: Any) -> Iterator[None]:
         if (before, model.config._attn_implementation) == (NAME, CONTINUOUS):
             model.set_attn_implementation(NAME)
         raise
+
+
+def _filled(create: Callable[..., Any]) -> Callable[..., Any]:
+    """The `_create_batch_processor` of a manager, with its buffers filled when it returns.
+
+    transformers (5.17 to 5.24) fills them on the current stream, for which its own streams do not
+    wait: on a GPU that many processes share, the first step can come first.
+    """
+
+    @functools.wraps(create)
+    def created(self: Any, *arguments: Any, **options: Any) -> Any:
+        found = create(self, *arguments, **options)
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return found
+
+    return created
 
 
 def _functions() -> tuple[Callable, ...]:

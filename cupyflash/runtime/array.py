@@ -1,5 +1,7 @@
 """What the package knows of an array of any library: its properties apart from its pointer."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy
@@ -66,6 +68,21 @@ def array_namespace(array: Any) -> Any:
         return cupy
 
     return numpy
+
+
+def silent(function: Callable) -> Callable:
+    """The function without NumPy's warnings and errors of NaN, infinity and overflow.
+
+    They are results like any others, as in torch and on a GPU.
+    """
+
+    # numpy.errstate itself as a decorator is not safe in threads before NumPy 2.
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with numpy.errstate(all="ignore"):
+            return function(*arguments, **options)
+
+    return call
 
 
 def compute_dtype(array: Any) -> str:

@@ -96,6 +96,24 @@ def plain_integer(function: str, name: str, x: Any) -> int:
     raise TypeError(f"{function}: {name} must be an integer, got {short(value)}")
 
 
+def activation_name(function: str, activation: Any, names: Sequence[str]) -> str:
+    """The name by which the kernels call an activation function, "none" for None.
+
+    Args:
+        names: those that the kernels know, "none" the first.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if activation is None:
+        return names[0]
+    if not isinstance(activation, str) or activation not in names[1:]:
+        allowed = ", ".join(map(repr, names[1:]))
+        got = short(activation)
+        raise ValueError(f"{function}: activation must be {allowed} or None, got {got}")
+    return activation
+
+
 def short(x: Any) -> str:
     """A short text for ``x`` in messages."""
     return f"an array {tuple(x.shape)}" if library_of(x) else repr(x)[:60]

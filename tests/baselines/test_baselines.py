@@ -4,6 +4,7 @@ import numpy
 import pytest
 from arrays import normal, stored
 from matrix import each_library
+from wrong_calls import FLAG, NOT_IN_FLOAT32, NUMBER
 
 from cupyflash.ops.baselines import baselines
 from cupyflash.testing import assert_close_to_float64, expected, poison_free_memory, to_float64
@@ -85,6 +86,18 @@ def test_bad_input_of_attention(target, attention):
     ]:
         with pytest.raises(ValueError, match=f"^{attention.__name__}: .*{match}"):
             attention(q, k, v)
+
+
+@each_library()
+@attentions
+@pytest.mark.parametrize("name", ["scale", "causal"])
+def test_bad_options_of_attention(target, attention, name):
+    """They are refused before the place of the arrays is."""
+    q = stored(target, normal((1, 5, 3, 8), 0), "float32")
+    wrong = (*NUMBER, *NOT_IN_FLOAT32, 0, -1.0) if name == "scale" else FLAG
+    for value in (*wrong, q):
+        with pytest.raises((TypeError, ValueError), match=f"^{attention.__name__}: {name} must be"):
+            attention(q, q, q, **{name: value})
 
 
 @each_library(device="cpu")

@@ -7,8 +7,10 @@ import numpy
 import pytest
 from fakes import fake_facts
 from matrix import covering, each_case, libraries
+from problems import HOPPER
 
 from cupyflash import attention_with_cache, environment, flash_attn_with_kvcache
+from cupyflash.ops.attention import planning
 from cupyflash.ops.decode import dispatch, steps
 from cupyflash.ops.decode.operations import plain
 from cupyflash.runtime.lookup import library_of
@@ -134,7 +136,7 @@ def test_contiguous_caches_are_read_where_they_lie(target, case, in_steps, monke
 @each_case(lambda target: [CachedCase("float32", x) for x in (16, 0)], CPU[:1])
 def test_a_backend_that_does_not_compute_it(target, case, monkeypatch):
     """The plan is refused, so that nothing enters the cache."""
-    fake_facts(monkeypatch, steps, capability_of=(9, 0))
+    fake_facts(monkeypatch, planning, card_of=HOPPER)
     arguments = CachedProblem(case, target.array).arguments
     arrays = tuple(arguments.get(name) for name in dispatch.ARRAYS)
     library, options = library_of(arrays[0]), plain(

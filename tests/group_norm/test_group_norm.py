@@ -543,7 +543,8 @@ def test_bad_input(target):
     bad(target, ValueError, "activation.*'relu'", activation="relu")
     bad(target, ValueError, r"x must have shape \(batch, channels, \.\.\.\).*\(8,\)", x=make(8))
     bad(target, ValueError, r"weight.*\(8,\).*\(4,\)", weight=make(4))
-    bad(target, ValueError, r"activation.*\['silu'\]", activation=["silu"])
+    for wrong in (["silu"], "none", "", 0, make(2)):
+        bad(target, ValueError, "activation must be 'silu', .* or None", activation=wrong)
     bad(target, TypeError, "bias.*weight.*None", bias=None)
     bad(target, TypeError, "weight.*bias.*None", weight=None)
     bad(target, TypeError, "bias must be float16 like weight, got float32", bias=make(8, "float32"))
@@ -563,6 +564,8 @@ def test_bad_backward_input(target):
         arguments = [*good[:position], wrong, *good[position + 1 :]]
         with pytest.raises(error, match=f"^group_norm_backward: .*{match}"):
             cupyflash.group_norm_backward(*arguments)
+    with pytest.raises(ValueError, match="^group_norm_backward: activation .*'silu', .*'none'"):
+        cupyflash.group_norm_backward(*good, activation="none")
 
 
 # Arrays that the kernels cannot take as they are --------------------------------------------

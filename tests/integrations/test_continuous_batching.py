@@ -65,26 +65,6 @@ def batched_tokens(model, name=NAME, **options):
     return [out.generated_tokens for out in outs.values()]
 
 
-@pytest.fixture(autouse=True)
-def filled_buffers(monkeypatch):
-    """A manager's buffers are filled before its first step.
-
-    transformers (5.17 to 5.24) fills them on the default stream, for which its own streams do not
-    wait: on a GPU that many processes share, the first step can come first, of any implementation.
-    """
-    create = continuous_api.ContinuousBatchingManager._create_batch_processor
-
-    def created(manager):
-        found = create(manager)
-        if DEVICE == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return found
-
-    monkeypatch.setattr(
-        continuous_api.ContinuousBatchingManager, "_create_batch_processor", created
-    )
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """The keyword arguments of attention steps."""
@@ -216,6 +196,42 @@ def test_the_second_name_is_for_continuous_batching(calls):
     model.set_attn_implementation(CONTINUOUS)
     with pytest.raises(NotImplementedError, match=f'"{CONTINUOUS}" is for continuous batching'):
         model(torch.tensor([[1, 2, 3]], device=DEVICE))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_buffers_are_filled_before_the_first_step(device, monkeypatch):
+    """The stream that fills a manager's buffers has done so when the manager is made."""
+    events = []
+    manager = continuous_api.ContinuousBatchingManager
+
+    class Manager(manager):
+        """One of a version that has not been registered yet."""
+
+        __init__ = object.__init__
+        _cupyflash_switches = False
+        model = types.SimpleNamespace(device=torch.device(device))
+
+        def _create_batch_processor(self):
+            events.append("filled")
+            return "processor"
+
+    def current_stream(which):
+        return types.SimpleNamespace(synchronize=lambda: events.append(f"waited for {which}"))
+
+    for owner, name in (
+        (continuous_api.ContinuousMixin, "continuous_batching_context_manager"),
+        (transformers.modeling_flash_attention_utils, "_lazy_imports"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(continuous_api, "ContinuousBatchingManager", Manager)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    for _ in range(2):
+        transformers_continuous.register(ours.attention)
+    assert Manager.__new__(Manager)._create_batch_processor() == "processor"
+    assert events == ["filled"] + [f"waited for {device}"] * (device != "cpu")
+    bare = type("Bare", (), dict.fromkeys(("__init__", "switch_to_cb_friendly_attn"), len))
+    monkeypatch.setattr(continuous_api, "ContinuousBatchingManager", bare)
+    transformers_continuous.register(ours.attention)  # of a version without the method
 
 
 @pytest.mark.parametrize("step", ["_create_batch_processor", "eval"])

@@ -40,7 +40,7 @@ NO_TUPLES = ("layer", 1, 1.5, True, [1.0], {}, object(), (1, 2), cupyflash.Norm,
 @each_library()
 def test_linear(target):
     good = arrays(target, x=(5, 16), weight=(24, 16), bias=(24,), residual=(5, 24))
-    kinds = kinds_of(good, "x", "weight") | {"norm": NO_TUPLES, "activation": CHOICE}
+    kinds = kinds_of(good, "x", "weight") | {"norm": NO_TUPLES, "activation": (*CHOICE, "none")}
     check_refused(cupyflash.linear, good | {"activation": "silu"}, kinds, least=80)
 
 

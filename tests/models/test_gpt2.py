@@ -319,6 +319,8 @@ def test_bad_models():
     bad(ValueError, "dtype must be", lambda: Gpt2.random("tiny", dtype="int8"))
     bad(ValueError, "width / heads", lambda: Gpt2Config(layers=1, heads=3, width=64))
     bad(ValueError, "layers must be", lambda: Gpt2Config(layers=0, heads=3, width=24))
+    bad(ValueError, "layers must be .* at most 10000, got 1000", lambda: Gpt2Config(10**30, 3, 24))
+    bad(ValueError, "width must be a positive integer", lambda: Gpt2Config(1, 3, None))
 
 
 @each_device()

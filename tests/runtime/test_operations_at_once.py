@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import threading
 
+import numpy
 import pytest
 from devices import delay, new_stream
 from matrix import each_library, each_marked, libraries, select
@@ -271,3 +272,19 @@ def test_memory_after_a_hundred_graphs(target, name):
         Graph(target, lambda: call(*arrays)).replay()
     after = reserved()
     assert after[0] <= before[0] and after[1] <= before[1], (before, after)
+
+
+@each(device="cpu")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_numpy_says_nothing(target, name, dtype):
+    """NaN, infinity and overflow are results like others on the CPU, as in torch."""
+    if any(word in name for word in ("long", "few queries", "many rows")):
+        pytest.skip("the CPU has one path for every length")
+    arrays, call = OPERATIONS[name](dataclasses.replace(target, dtypes=(dtype,)), 0)
+    for value in (numpy.nan, numpy.inf, float(numpy.finfo(dtype).max)):
+        for place, x in enumerate(arrays):
+            if "float" in str(x.dtype):
+                changed = copies(arrays)
+                changed[place][..., ::3] = value
+                with numpy.errstate(all="raise"):
+                    call(*changed)

@@ -213,6 +213,7 @@ def test_other_errors():
 
 N = 7  # a variable: an argument of the kernels
 SLOPES = numpy.linspace(0, 1, 4, dtype="float32")
+HALVES = SLOPES.astype("float16")
 
 
 def helper(query, key):
@@ -239,6 +240,8 @@ def helper(query, key):
         (lambda s, b, h, q, k: 0, "0.0"),
         (functools.partial(lambda s, b, h, q, k, cap: cap * numpy.tanh(s / cap), cap=3.5), "n2 * tanh(score / n1)"),
         (lambda s, b, h, q, k, slopes=SLOPES: s * slopes[h], "score * slopes(head)"),
+        (lambda s, b, h, q, k: s + HALVES[h].astype("float16") + (q > k).half(), "score + HALVES(head) + float(query > key)"),
+        (lambda s, b, h, q, k: s.double() + q.float() + numpy.zeros_like(s, "float16"), "score + float(query) + 0.0"),
     ],
 )  # fmt: skip
 def test_functions_of_numpy(function, text):
@@ -299,6 +302,12 @@ def branch(s, b, h, q, k):
         (lambda s, b, h, q, k: s.frobnicate(), NotImplementedError, "frobnicate is no function of scores", "s.frobnicate()"),
         (lambda s, b, h, q, k: s.clamp_(0, 1), NotImplementedError, "changes nothing in place, allowed is clamp", "s.clamp_(0, 1)"),
         (lambda s, b, h, q, k: s + (q - k).astype("uint8"), TypeError, "integers of 32 bits, got uint8", '(q - k).astype("uint8")'),
+        (lambda s, b, h, q, k: s.half(), NotImplementedError, "no part of it is rounded to another dtype, allowed are float32 and float64, got float16", "s.half()"),
+        (lambda s, b, h, q, k: s + q.bfloat16(), NotImplementedError, "float64, got bfloat16", "q.bfloat16()"),
+        (lambda s, b, h, q, k: s.to(HALVES), NotImplementedError, "float64, got float16", "s.to(HALVES)"),
+        (lambda s, b, h, q, k: s.to(other=HALVES), NotImplementedError, "float64, got float16", "s.to(other=HALVES)"),
+        (lambda s, b, h, q, k: s + TABLE[h, k].astype(HALVES.dtype), NotImplementedError, "float64, got float16", "TABLE[h, k].astype(HALVES.dtype)"),
+        (lambda s, b, h, q, k: s + HALVES[h].astype("float8_e4m3fn"), NotImplementedError, "float64, got float8", ""),
         (lambda s, b, h, q, k: s + (q - k).short(), TypeError, "integers of 32 bits, got int16", "(q - k).short()"),
         (lambda s, b, h, q, k: [s for _ in range(k)][0], TypeError, "is no Python number", "range(k)"),
         (lambda s, b, h, q, k: None, TypeError, "the function returns nothing", ""),

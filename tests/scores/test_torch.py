@@ -1,8 +1,12 @@
 """Scores and masks in torch.compile, torch.func and under dispatch modes: the results of eager."""
 
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
+
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
 from passes import one_graph  # noqa: E402
 
@@ -59,6 +63,18 @@ def test_functions_are_traced_outside_of_a_graph():
     graph = one_graph(lambda q: cupyflash.attention(q, q, q, score=score))
     with pytest.raises(Exception, match="torch.compile allowed is a cupyflash.Score|Observed exc"):
         graph(leaves[0])
+
+
+def test_a_block_mask_breaks_a_graph():
+    """Where a graph may break, Dynamo leaves alone how a BlockMask's function is traced."""
+    blocks = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, "cpu")
+    leaves, *_ = problem()
+    step = lambda q, k, v: cupyflash.attention(q * 1, k, v, mask=blocks) + 1
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.compile(step, backend="aot_eager")(*leaves[:3])
+    assert torch.equal(found, step(*leaves[:3]))
 
 
 def test_the_operators_pass_the_checks_of_torch():

@@ -8,6 +8,7 @@ from ..checkpoint import checkpoint_folder, read_json
 
 FUNCTION = "Gpt2"  # who speaks in errors
 MAX_HEAD_DIM = 256
+MOST_LAYERS = 10000  # of which each has names of its own; published models have 48
 # Options that change the result, with the only value that is implemented.
 FIXED = {
     "scale_attn_weights": True,
@@ -38,12 +39,13 @@ class Gpt2Config:
     end_of_text: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.inner:
+        if not self.inner and isinstance(self.width, int):
             object.__setattr__(self, "inner", 4 * self.width)
         for name in ("layers", "heads", "width", "context", "vocabulary", "inner"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Gpt2Config: {name} must be a positive integer, got {value!r}")
+            value, most = getattr(self, name), MOST_LAYERS if name == "layers" else 2**31 - 1
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                fact = f"{name} must be a positive integer of at most {most}"
+                raise ValueError(f"Gpt2Config: {fact}, got {value!r}")
         if self.width % self.heads or self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
             fact = f"width / heads must be a multiple of 8 up to {MAX_HEAD_DIM}"
             raise ValueError(f"Gpt2Config: {fact}, got {self.width} / {self.heads}")

@@ -11,7 +11,7 @@ from .rope import Rope
 
 FUNCTION = "Llama"  # who speaks in errors
 MAX_HEAD_DIM = 256
-COUNTS = ("layers", "width", "heads", "heads_kv", "head_dim", "inner", "vocab_size")
+COUNTS = ("width", "heads", "heads_kv", "head_dim", "inner", "vocab_size", "max_positions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,8 @@ class LlamaConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in (*COUNTS, "max_positions"):
+        files.require_count("LlamaConfig", "layers", self.layers, files.MOST_LAYERS)
+        for name in COUNTS:
             files.require_count("LlamaConfig", name, getattr(self, name))
         if self.heads % self.heads_kv:
             fact, got = "heads_kv must divide heads", f"{self.heads_kv} and {self.heads}"

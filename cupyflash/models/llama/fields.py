@@ -62,6 +62,8 @@ ARCHITECTURES = {
     ),
 }
 WINDOW = 4096  # of transformers, where sliding_window is not given
+MOST_LAYERS = 10000  # of which each has names of its own; published models have some hundreds
+MOST = 2**31 - 1  # of any other size
 
 
 class Fields:
@@ -82,12 +84,12 @@ class Fields:
         value = self.given.get(name)
         return default if value is None else value
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; without a default it must be there."""
+    def count(self, name: str, default: int | None = None, most: int = MOST) -> int:
+        """An integer from 1 to ``most``; without a default it must be there."""
         value = self.get(name, default)
         if value is None:
             raise ValueError(f"{FUNCTION}: {self.place} must have {name}, found none")
-        return require_count(FUNCTION, f"{name} in {self.place}", value)
+        return require_count(FUNCTION, f"{name} in {self.place}", value, most)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
@@ -126,7 +128,7 @@ def read(given: Any, place: str) -> dict[str, Any]:
     fields = Fields(given, place)
     kind = _architecture(fields)
     width, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    layers = fields.count("num_hidden_layers")
+    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
     max_positions = fields.count("max_position_embeddings")
     biases = {name: fields.flag(name) for name in kind.biases}
     attention_bias = biases.get("attention_bias", False)
@@ -199,11 +201,15 @@ def _windows(fields: Fields, kind: Architecture, layers: int) -> tuple[int | Non
     used = used and fields.given.get("sliding_window", WINDOW) is not None
     if types is None:
         first = fields.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            fact = f"max_window_layers in {fields.place} must be an integer"
+            raise ValueError(f"{FUNCTION}: {fact}, got {first!r}")
         types = ["sliding_attention" if used and i >= first else "full_attention"
                  for i in range(layers)]  # fmt: skip
-    known = {"full_attention", "sliding_attention"} if used else {"full_attention"}
-    if not isinstance(types, list) or len(types) != layers or not known.issuperset(types):
-        fact = f"layer_types in {fields.place} must be {' or '.join(sorted(known))} of each of "
+    known = ("full_attention", "sliding_attention") if used else ("full_attention",)
+    of_each = isinstance(types, list) and len(types) == layers
+    if not of_each or any(x not in known for x in types):
+        fact = f"layer_types in {fields.place} must be {' or '.join(known)} of each of "
         raise NotImplementedError(f"{FUNCTION}: {fact}{layers} layers, got {types!r}")
     if "sliding_attention" not in types:
         return ()
@@ -211,12 +217,13 @@ def _windows(fields: Fields, kind: Architecture, layers: int) -> tuple[int | Non
     return tuple(window if x == "sliding_attention" else None for x in types)
 
 
-def require_count(function: str, name: str, value: Any) -> int:
-    """A positive integer.
+def require_count(function: str, name: str, value: Any, most: int = MOST) -> int:
+    """An integer from 1 to ``most``.
 
     Raises:
         ValueError: it is none.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{function}: {name} must be a positive integer, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        fact = f"{name} must be a positive integer of at most {most}"
+        raise ValueError(f"{function}: {fact}, got {value!r}")
     return value

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from ...runtime.checks import MOST_FLOAT32
+
 FREE = ("rope_theta", "partial_rotary_factor")
 # The numbers that each kind needs; those of "llama3" by the fields of `Rope`.
 KINDS = {
@@ -61,7 +63,7 @@ class Rope(NamedTuple):
         given = {name: value for name, value in given.items() if value is not None}
         kind = given.pop("rope_type", given.pop("type", "default"))
         given.pop("type", None)
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             fact = f"the kind of rope in {place} must be {', '.join(KINDS)}"
             raise NotImplementedError(f"Llama: {fact}, got {kind!r}")
         for name in FREE:
@@ -114,5 +116,6 @@ class Rope(NamedTuple):
 
 
 def _require_number(place: str, name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= MOST_FLOAT32:
         raise ValueError(f"Llama: {name} in {place} must be a positive number, got {value!r}")

@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy
 
-from ...runtime.array import Array
+from ...runtime.array import Array, silent
 from . import reference
 from .options import Extras, Gradients, Options
 from .score_text.call import TextCall
 
 
+@silent
 def forward(
     library: Any,
     q: Array,
@@ -26,6 +27,7 @@ def forward(
     return library.from_numpy(_rows_first(out, options), q), library.from_numpy(lse)
 
 
+@silent
 def backward(
     library: Any,
     dout: Array,

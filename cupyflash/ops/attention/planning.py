@@ -6,9 +6,9 @@ from typing import Any
 from ...runtime.array import View, dense_strides
 from ...runtime.gpu import Card, card_of
 from . import tuning
-from .backends import BACKENDS, Backend, choose
+from .backends import BACKENDS, Backend, choose, pads
 from .kernels import Tile
-from .kind import Kind
+from .kind import Access, Kind
 from .names import caller_name
 from .options import Options
 from .passes import Pass, Wanted
@@ -89,13 +89,25 @@ def refuse_unordered(
         raise NotImplementedError(f"{function}: {fact}, got {got}")
 
 
+def backend_of(function: str, problem: Problem, *, backward: bool) -> str:
+    """The name of the backend that computes a problem, or copies of it with more columns.
+
+    Raises:
+        As `choose`.
+    """
+    card = card_of(problem.device)
+    copied = pads(problem, card, backward=backward)
+    access = Access.TENSOR_MAP if copied else problem.access
+    return choose(function, problem.kind(card.capability), access, backward=backward)
+
+
 def _serving(
     function: str, problem: Problem, tile: Tile | None, *, backward: bool
 ) -> tuple[Backend, Kind, Card, Tile | None]:
     """The backend that serves a problem, and what it is to be asked with."""
     card = card_of(problem.device)
     kind = problem.kind(card.capability)
-    name = choose(function, kind, problem.access, backward=backward)
+    name = backend_of(function, problem, backward=backward)
     tile = tile or tuning.tile_of(name, kind, problem.device, backward=backward)
     return BACKENDS[name], kind, card, tile
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from ...jit import compiler
 from ...runtime.array import Array, View
-from ...runtime.checks import require_grid
+from ...runtime.checks import LEAST_FLOAT32, MOST_FLOAT32, plain_flag, plain_real, require_grid
 from ...runtime.config import ITEM_SIZE, KernelConfig
 from ...runtime.launch import Launch, call_fields
 from ...runtime.lookup import library_of
@@ -70,14 +70,14 @@ def naive_attention(
             or torch tensor.
         k: (batch, seqlen_k, heads, head_dim), like q.
         v: like k.
-        scale: default ``1 / sqrt(head_dim)``.
+        scale: a positive number; default ``1 / sqrt(head_dim)``.
         causal: query i sees the keys up to i + seqlen_k - seqlen_q, as in `cupyflash.attention`.
 
     Returns:
         out like q; 0 for a query that sees no key.
 
     Raises:
-        As `vector_add`.
+        As `vector_add`; TypeError and ValueError of the options.
     """
     library, view, params = _prepared("naive_attention", q, k, v, scale, causal)
     with _device_of(view):
@@ -145,6 +145,8 @@ def _prepared(
     library, views = _checked(function, ATTENTION, (q, k, v))
     batch, seqlen_q, heads, head_dim = views["q"].shape
     seqlen_k = views["k"].shape[1]
+    causal = plain_flag(function, "causal", causal)
+    scale = 1 / math.sqrt(max(1, head_dim)) if scale is None else _factor(function, scale)
     _require_gpu(function, library, q, k, v)
     params = structs.BaselineAttentionParams(
         rows=batch * seqlen_q * heads,
@@ -152,10 +154,18 @@ def _prepared(
         seqlen_k=seqlen_k,
         heads=heads,
         head_dim=head_dim,
-        causal=bool(causal),
-        scale=1 / math.sqrt(max(1, head_dim)) if scale is None else scale,
+        causal=causal,
+        scale=scale,
     )
     return library, views["q"], params
+
+
+def _factor(function: str, scale: Any) -> float:
+    scale = plain_real(function, "scale", scale)
+    if not LEAST_FLOAT32 <= scale <= MOST_FLOAT32:
+        fact = "scale must be positive and finite in float32"
+        raise ValueError(f"{function}: {fact}, got {scale!r}")
+    return scale
 
 
 def _checked(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from ...runtime.array import Array, compute_dtype
+from ...runtime.array import Array, compute_dtype, silent
 from ..decode.reference import greedy_row
 from ..norm.reference import ACTIVATIONS, norm
 
@@ -88,6 +88,7 @@ def _attention(q: Array, k: Array, v: Array, keys: Array, values: Array, lengths
     return out.reshape(len(q), q.shape[1] * q.shape[2])
 
 
+@silent
 def stack_on_cpu(
     checked: Any, x: numpy.ndarray, k_cache: Array, v_cache: Array, lengths: Array
 ) -> numpy.ndarray:
@@ -104,6 +105,7 @@ def stack_on_cpu(
     return out.astype(x.dtype)
 
 
+@silent
 def logits_on_cpu(
     checked: Any, tokens: Array, k_cache: Array, v_cache: Array, lengths: Array
 ) -> numpy.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from ...runtime import loaded
-from ...runtime.array import Array
+from ...runtime.array import Array, silent
 from ...runtime.philox import philox
 from ...runtime.structs import header
 from ..attention.reference import attention_varlen
@@ -50,6 +50,7 @@ def embedding(
     return library.from_numpy(numpy.asarray(out, dtype), token_weight)
 
 
+@silent
 def append(
     library: Any,
     k: Array,
@@ -102,6 +103,7 @@ def gather(
     return rows * numpy.broadcast_to(library.to_numpy(scale), cache.shape[:3])[where][..., None]
 
 
+@silent
 def attention_with_cache(
     library: Any, arrays: Sequence[Array | None], shape: Any, options: Any
 ) -> tuple[Array, Array]:

@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...runtime.array import Array, View, dense_strides
-from ...runtime.gpu import capability_of
 from ...runtime.scratch import array_operations
-from ..attention import backends
 from ..attention.checks import check
 from ..attention.dispatch import forward
-from ..attention.kind import Access
 from ..attention.options import Extras, Options, plain_options
+from ..attention.planning import backend_of
 from . import kv_cache
 from .cached import ARRAYS, UNLIMITED, CachedOptions, CachedShape
 from .cached_checks import NARROW
@@ -65,11 +63,9 @@ class StepsPlan:
         extras["seqused_k"] = views["positions"]._replace(strides=(1,))
         tensors = dict(zip("qkv", (q, *keys)))
         problem = check(self.function, tensors, Options(*self.plain), extras)
-        problem = dataclasses.replace(problem, aligned=shape.aligned)
-        kind = problem.kind(capability_of(q.device))
-        access = Access.TENSOR_MAP if problem.needs_padding else problem.access  # that of copies
         if 0 not in q.shape:
-            backends.choose(self.function, kind, access, backward=False)
+            problem = dataclasses.replace(problem, aligned=shape.aligned)
+            backend_of(self.function, problem, backward=False)
 
     def __call__(
         self, arrays: tuple[Array | None, ...], pointers: object = None

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 import numpy
 
-from ...runtime.array import Array, compute_dtype
+from ...runtime.array import Array, compute_dtype, silent
 from ...runtime.philox import philox
 
 NOISE_STREAM = numpy.uint64(1)  # of Philox; dropout with the same seed has another
 
 
+@silent
 def step(
     table: numpy.ndarray,
     x: Array,
@@ -54,6 +55,7 @@ def step(
     return result
 
 
+@silent
 def thresholds(threshold: tuple[float, float], x0: numpy.ndarray) -> numpy.ndarray:
     """Thresholds of predicted samples, (batch, 1, ...) in their dtype (arXiv:2205.11487)."""
     ratio, largest = threshold

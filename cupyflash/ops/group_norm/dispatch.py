@@ -14,7 +14,6 @@ from ...runtime.rows import Detour, dense, filled
 from ...runtime.specs import Spec, views_of
 from . import reference
 from .groups import dense_like, layout_of
-from .kernels import ACTIVATIONS
 from .plan import BackwardPlan, ForwardPlan
 
 X = Spec(("batch", "channels", ...), strides="free")
@@ -38,7 +37,7 @@ def forward(
         options: num_groups, eps, activation, and whether the statistics are needed.
     """
     (x, weight, bias), (num_groups, eps, activation, need_stats) = arrays, options
-    num_groups, activation = _plain_options(function, num_groups, activation)
+    num_groups = _plain_number(function, num_groups)
     if type(eps) is not float:
         eps = require_eps(function, eps)
 
@@ -79,7 +78,6 @@ def backward(
         options: the activation.
     """
     (dout, x, weight, bias, stats), (activation,) = arrays, options
-    _, activation = _plain_options(function, 1, activation)
 
     def check() -> dict[str, View]:
         _check_scales(function, weight, bias)
@@ -109,17 +107,14 @@ def backward(
     return plan(x, weight, bias, pointers)
 
 
-def _plain_options(function: str, num_groups: Any, activation: Any) -> tuple[int, str]:
-    """The options as plain values: they are part of the key of a plan."""
+def _plain_number(function: str, num_groups: Any) -> int:
+    """The number of groups as a plain one: it is part of the key of a plan."""
     if type(num_groups) is not int:
         if not isinstance(num_groups, numbers.Integral) or isinstance(num_groups, bool):
             fact = "num_groups must be an integer that divides the number of channels"
             raise ValueError(f"{function}: {fact}, got {num_groups!r}")
         num_groups = operator.index(num_groups)
-    if type(activation) is not str or activation not in ACTIVATIONS:
-        allowed = "'silu', 'mish', 'gelu', 'gelu_tanh' or None"
-        raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
-    return num_groups, activation
+    return num_groups
 
 
 def _numpy_arrays(

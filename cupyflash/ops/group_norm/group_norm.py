@@ -1,8 +1,10 @@
 """GroupNorm fused with an activation function: public functions; `dispatch` makes the calls."""
 
 from ...runtime.array import Array
+from ...runtime.checks import activation_name
 from ...runtime.operation import Operation, TorchSide
 from . import dispatch
+from .kernels import ACTIVATIONS
 
 
 def group_norm(
@@ -43,7 +45,7 @@ def group_norm(
 
     Source: Group Normalization, arXiv:1803.08494.
     """
-    activation = "none" if activation is None else activation
+    activation = activation_name("group_norm", activation, ACTIVATIONS)
     options = (num_groups, eps, activation, return_stats)
     out, stats = FORWARD("group_norm", (x, weight, bias), options)
     return (out, stats) if return_stats else out
@@ -71,8 +73,9 @@ def group_norm_backward(
     Raises:
         As `group_norm`.
     """
-    options = ("none" if activation is None else activation,)
-    return BACKWARD("group_norm_backward", (dout, x, weight, bias, stats), options)
+    function = "group_norm_backward"
+    options = (activation_name(function, activation, ACTIVATIONS),)
+    return BACKWARD(function, (dout, x, weight, bias, stats), options)
 
 
 def _torch_forward() -> TorchSide:

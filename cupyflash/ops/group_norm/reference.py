@@ -6,12 +6,13 @@ the inputs, statistics that of the computation. Nothing is checked here.
 
 import numpy
 
-from ...runtime.array import compute_dtype
+from ...runtime.array import compute_dtype, silent
 from ..norm.reference import ACTIVATIONS, sum_over
 
 Array = numpy.ndarray
 
 
+@silent
 def group_norm(
     x: Array, num_groups: int, weight: Array, bias: Array, eps: float, activation: str
 ) -> tuple[Array, Array]:
@@ -28,6 +29,7 @@ def group_norm(
     return _like(ACTIVATIONS[activation][0](z), x), stats
 
 
+@silent
 def group_norm_backward(
     dout: Array, x: Array, weight: Array, bias: Array, stats: Array, activation: str
 ) -> tuple[Array, Array, Array]:

@@ -1,9 +1,9 @@
 """Projections: products of matrices with norm, bias, activation and residual in the same launch."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ...runtime.array import Array, ArrayT
-from ...runtime.checks import integer_within, plain_flag, plain_real
+from ...runtime.checks import activation_name, integer_within, plain_flag, plain_real
 from .checks import MAX_SIZE
 from .kernels import ACTIVATIONS
 from .operations import PROJECTION
@@ -82,7 +82,7 @@ def linear(
         NotImplementedError: transforms of torch.func.
     """
     arrays, options = _with_norm("linear", Arrays(x, weight, bias=bias, residual=residual), norm)
-    options = options._replace(activation=_activation("linear", activation))
+    options = options._replace(activation=activation_name("linear", activation, ACTIVATIONS))
     return PROJECTION("linear", arrays, options)[0]
 
 
@@ -128,7 +128,7 @@ def mlp(
     arrays = Arrays(x, up_weight, gate_weight, up_bias, gate_bias, residual)
     arrays = arrays._replace(down_weight=down_weight, down_bias=down_bias)
     arrays, options = _with_norm("mlp", arrays, norm)
-    options = options._replace(activation=_activation("mlp", activation))
+    options = options._replace(activation=activation_name("mlp", activation, ACTIVATIONS))
     return PROJECTION("mlp", arrays, options)[0]
 
 
@@ -212,17 +212,3 @@ def _with_norm(function: str, arrays: Arrays, norm: Norm | None) -> tuple[Arrays
         raise ValueError(f"{function}: norm must have no bias if it is an RMSNorm, got one")
     arrays = arrays._replace(norm_weight=norm.weight, norm_bias=norm.bias)
     return arrays, Options(eps=plain_real(function, "eps of norm", norm.eps), rms=rms)
-
-
-def _activation(function: str, activation: Any) -> str:
-    """The name by which the kernels call it.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
-    name = "none" if activation is None else activation
-    known = isinstance(name, str) and name in ACTIVATIONS
-    if not known or activation == "none":
-        allowed = "'gelu', 'gelu_tanh', 'silu', 'relu' or None"
-        raise ValueError(f"{function}: activation must be {allowed}, got {activation!r}")
-    return name

@@ -9,13 +9,14 @@ from collections.abc import Callable
 
 import numpy
 
-from ...runtime.array import Array, compute_dtype
+from ...runtime.array import Array, compute_dtype, silent
 from ..norm.reference import ACTIVATIONS, norm
 from .options import Arrays, Options
 
 Round = Callable[[Array], Array]
 
 
+@silent
 def project(arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
     """activation(norm(x) weight^T + bias), gated or rotated, + residual; in the dtype of x."""
     if arrays.down_weight is not None:
@@ -45,6 +46,7 @@ def _product(x: Array, weight: Array, bias: Array | None) -> Array:
     return out if bias is None else out + bias.astype(x.dtype)
 
 
+@silent
 def rotated(out: Array, arrays: Arrays, options: Options, rounded: Round = lambda y: y) -> Array:
     """out with the heads of q and k rotated, in the dtype of the computation."""
     out = out.astype(compute_dtype(out), copy=False)
@@ -80,6 +82,7 @@ def rotate(
     return result
 
 
+@silent
 def head_norm(
     x: Array,
     weight: Array,

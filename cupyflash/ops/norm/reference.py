@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy
 
-from ...runtime.array import Array, compute_dtype
+from ...runtime.array import Array, compute_dtype, silent
 from ...runtime.philox import dropout_scale, keep_rows
 
 
+@silent
 def add(x: Array, residual: Array) -> Array:
     """The input of the norm, x + residual, rounded to the dtype of the residual."""
     wide = compute_dtype(residual)
     return (x.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
 
+@silent
 def dropout_add(x: Array, residual: Array | None, threshold: int, seed: int) -> Array:
     """The input of the norm, dropout(x) + residual, in the dtype of the residual or else of x."""
     like = x if residual is None else residual
@@ -29,6 +31,7 @@ def dropout_add(x: Array, residual: Array | None, threshold: int, seed: int) -> 
     return (h if residual is None else h + residual.astype(wide)).astype(like.dtype)
 
 
+@silent
 def norm(rms: bool, x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array]:
     """LayerNorm or RMSNorm: (out, statistics (..., 2))."""
     wide = compute_dtype(x)
@@ -43,6 +46,7 @@ def norm(rms: bool, x: Array, weight: Array, bias: Array | None, eps: float) -> 
     return out.astype(x.dtype), numpy.ascontiguousarray(stats)
 
 
+@silent
 def norm_backward(
     rms: bool,
     dout: Array,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ....runtime.array import Array, compiling
+from ....runtime.loaded import untraced
 from ..options import NUM_EXTRAS, Extras, Options
 from .block_mask import is_block_mask, mask_of
 from .encode import SEPARATOR
@@ -34,6 +35,7 @@ class ScoreGradients(NamedTuple):
     dcaptures: dict[str, Array]
 
 
+@untraced
 def with_text(
     function: str,
     options: tuple,

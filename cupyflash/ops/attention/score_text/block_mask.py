@@ -1,8 +1,8 @@
 """A `BlockMask` of FlexAttention as a `Mask`."""
 
-import contextlib
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from ....runtime import loaded
@@ -52,21 +52,34 @@ def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Ma
 
 
 def _state(block_mask: Any) -> tuple:
-    """What the mask follows from: its function, what that names, and how often arrays were changed.
+    """The state that a BlockMask's mask is made from.
 
-    A function with branches may name more than this has.
+    It has the function, the names that the function reads, and the version of each array. The names
+    of a function with branches are not known.
     """
     mask_mod, arrays = block_mask.mask_mod, [getattr(block_mask, name) for name in LISTS]
-    named = names_of(mask_mod, arrays)
+    named = names_of(mask_mod, arrays) if _reads(mask_mod) else None
+    versions = [(id(x), _version(x)) for x in arrays]
     # A function may hold its BlockMask, which would live as long as what is kept of it.
-    with contextlib.suppress(TypeError):  # an object with __slots__
-        mask_mod = weakref.ref(mask_mod)
-    return mask_mod, named, [(id(x), _version(x)) for x in arrays]
+    try:
+        return weakref.ref(mask_mod), named, versions
+    except TypeError:  # an object with __slots__
+        return mask_mod, named, versions
+
+
+def _reads(function: Any) -> bool:
+    """Whether a function reads names beside its arguments."""
+    if type(function) is not FunctionType:
+        return False
+    return bool(function.__code__.co_names or function.__closure__ or function.__defaults__)
 
 
 def _version(x: Any) -> int:
     """How often torch has seen a change in place; 0 where nobody counts."""
-    return x._version if hasattr(x, "is_inference") and not x.is_inference() else 0
+    try:
+        return x._version
+    except (AttributeError, RuntimeError):  # no tensor; one of inference mode
+        return 0
 
 
 def _is_computed(x: Any) -> bool:

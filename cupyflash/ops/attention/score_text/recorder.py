@@ -32,10 +32,9 @@ NARROW = ("int8", "uint8", "int16", "uint16")
 BITWISE = {"and": ("&", "&&"), "or": ("|", "||"), "xor": ("^", "^")}
 ONE = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf", "sqrt", "rsqrt", "sin", "cos")
 ONE += ("floor", "relu", "abs")
-CASTS = {
-    "float": "float", "double": "float", "half": "float", "bfloat16": "float", "int": "int",
-    "long": "int", "bool": "bool",
-}  # fmt: skip
+CASTS = {"float": "float", "double": "float", "int": "int", "long": "int", "bool": "bool"}
+# Numbers that are not those of float32 and wider, and names of the latter.
+ROUNDED, WIDE = re.compile("b?float|half|complex"), ("float", "float32", "float64")
 
 
 class Recorder:
@@ -235,19 +234,28 @@ class Recorder:
     def call_reciprocal(self, x: Any) -> Node:
         return tree.apply("/", [tree.literal(1.0), self.node(x)])
 
-    def call_to(self, x: Any, dtype: Any = None, **_: Any) -> Node:
+    def call_to(self, x: Any, dtype: Any = None, other: Any = None, **_: Any) -> Node:
         """The value as another dtype; an argument that is no dtype, a device say, is ignored.
+
+        Args:
+            other: an array that has the dtype, for which ``dtype`` may also stand.
 
         Integers have 32 bits at least, so those of fewer, in which numbers wrap, are of conditions.
         """
+        other = dtype if is_array(dtype) else other
+        dtype = dtype if other is None else other.dtype
         name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
         if name in NARROW and self.node(x).kind != Kind.BOOL:
             raise TextError(TypeError, f"a score has integers of 32 bits, got {name}")
-        name = name.rstrip("0123456789")
-        name = {"bfloat": "float", "uint": "int"}.get(
-            name.removesuffix("_"), name.removesuffix("_")
-        )
         x = self.node(x)
+        if ROUNDED.match(name) and name not in WIDE:
+            same = x.op == "capture" and x.value.dtype == name
+            if not (same or x.kind == Kind.BOOL or (x.op == "literal" and x.value in (0, 1))):
+                fact = "a score is computed in float32, and no part of it is rounded to another "
+                fact += f"dtype, allowed are float32 and float64, got {name}"
+                raise TextError(NotImplementedError, fact)
+            return tree.apply("float", [x])
+        name = name.rstrip("0123456789").removesuffix("_").replace("uint", "int")
         return tree.apply(name, [x]) if name in tree.CASTS else x
 
     call_astype = call_to
@@ -258,6 +266,12 @@ class Recorder:
 
     def call_short(self, x: Any) -> Node:
         return self.call_to(x, "int16")
+
+    def call_half(self, x: Any) -> Node:
+        return self.call_to(x, "float16")
+
+    def call_bfloat16(self, x: Any) -> Node:
+        return self.call_to(x, "bfloat16")
 
     def call_new_zeros(self, x: Any, *_: Any, dtype: Any = None, **__: Any) -> Node:
         return self.filled(x, 0, dtype)

@@ -88,8 +88,10 @@ def _place(x: Any, arrays: list[Any]) -> int | None:
 
 def _makes_numbers(arrays: list[Any], hosts: list[Any]) -> bool:
     """Whether these modules may make numbers of these arrays; NumPy makes none of one of CuPy."""
+    if not (arrays and hosts):
+        return False
     foreign = any(not type(x).__module__.startswith("cupy") for x in arrays)
-    return bool(arrays) and (math in hosts or (numpy in hosts and foreign))
+    return math in hosts or (numpy in hosts and foreign)
 
 
 def _signature(
