@@ -4,7 +4,12 @@ import dataclasses
 
 import pytest
 from problems import HOPPER, problem_of, view
+from targets import is_hopper
+from tiny_kernel import needs_nvrtc
 
+from cupyflash import jit
+from cupyflash.jit import compiler
+from cupyflash.ops.attention.kind import Features, Kind
 from cupyflash.ops.attention.masks import WORD_TILES, MaskTilesLaunch, finder_of
 from cupyflash.ops.attention.score_text import Capture, Text
 from cupyflash.ops.attention.sm90 import backend, boolean_bias
@@ -69,6 +74,19 @@ def test_every_kernel_is_listed():
         mains = [backend.forward_kernels(kind)[0], backend.backward_kernels(kind)[1]]
         assert all(main.tiles and main.text is boolean_bias.TEXT for main in mains)
         assert {*mains, *map(finder_of, mains)} <= listed
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256) if is_hopper() else (64, 128, 256))
+def test_registers(head_dim):
+    """A built-in tile is taken without a look at what the compiler makes of it."""
+    if 90 not in compiler.supported_archs():
+        pytest.skip(f"NVRTC {compiler.version()} does not know sm_90")
+    kind = Kind("bfloat16", head_dim, Features(text=boolean_bias.TEXT), (9, 0))
+    mains = [*backend.forward_kernels(kind)[:2], backend.backward_kernels(kind)[1]]
+    assert [x.split for x in mains[:2]] == [False, True]
+    found = [jit.build(x, "sm_90a") for x in (*mains, finder_of(mains[0]), finder_of(mains[2]))]
+    assert [x for x in found if x.stack_bytes or x.spill_bytes or x.warnings] == []
 
 
 SHARED = {
