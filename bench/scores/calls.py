@@ -4,11 +4,13 @@ import functools
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from bench.lib import data
 from bench.lib.correctness import ROWS, Check
 from bench.lib.providers import PROVIDERS, Call, Provider, trained
-from bench.scores.problems import BUILT_IN, FLEX, PLAIN, Arrays, Case
+from bench.scores.problems import BUILT_IN, FLEX, OURS, PLAIN, Arrays, Case
+from cupyflash.ops.attention.sm90 import boolean_bias
 from cupyflash.testing import Inputs
 
 
@@ -41,8 +43,15 @@ class Prepared:
         """
         call = self.call(impl)
         check = self.plain_check if impl == PLAIN else self.check
-        check(call, direction)
+        self.planned(impl, functools.partial(check, call, direction))
         return call.forward if direction == "fwd" else call.backward
+
+    def planned(self, impl: str, call: Callable[[], Any]) -> Any:
+        """Makes a first call, whose plans have a Boolean bias as a text for `OURS` alone."""
+        if not self.case.as_bias:
+            return call()
+        with mock.patch.object(boolean_bias, "is_text", lambda problem: impl == OURS):
+            return call()
 
     def call(self, impl: str) -> Call:
         ours, causal = PROVIDERS["cupyflash"], self.problem.causal
@@ -65,6 +74,10 @@ def _load_ours(case: Case, **arrays: Any) -> Callable:
     import cupyflash
 
     function = case.make(*arrays.values())
+    if case.as_bias:  # in another shape than that of the option, which has a plan of its own
+        (seen,) = arrays.values()
+        bias = seen[:, None].expand(-1, case.problem.heads, -1, -1)
+        return lambda q, k, v, causal: cupyflash.attention(q, k, v, bias=bias)
     options: dict[str, Any] = {"score": None if case.is_mask else cupyflash.Score(function)}
     options["mask"] = cupyflash.Mask(function).tiles() if case.is_mask else None
     options["deterministic"] = case.deterministic
@@ -80,7 +93,9 @@ def _load_flex(case: Case, **arrays: Any) -> Callable:
     function, tokens = case.make(*arrays.values()), case.tokens
     options: dict[str, Any] = {"score_mod": None if case.is_mask else function}
     if case.is_mask:
-        options["block_mask"] = create_block_mask(function, None, None, tokens, tokens, data.DEVICE)
+        batch = case.batch if case.batch > 1 else None
+        made = create_block_mask(function, batch, None, tokens, tokens, data.DEVICE)
+        options["block_mask"] = made
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v, causal: compiled(q, k, v, **options)
 

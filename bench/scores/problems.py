@@ -15,6 +15,7 @@ from bench.lib import data
 from cupyflash.testing.problem import Problem
 
 HIDDEN, TOKENS, LONG = 2048, 16384, 32768
+BIASES = (512, 1024, 2048, 4096, 8192, 16384)  # tokens of a sequence with a Boolean bias
 CAP, REACH, WINDOW, DOCUMENT, BLOCK = 30.0, 127, 1024, 1024, 512
 OURS, PLAIN, BUILT_IN, FLEX = "cupyflash", "cupyflash-plain", "cupyflash-option", "flex"
 IMPLS = (OURS, PLAIN, BUILT_IN, FLEX)
@@ -28,6 +29,9 @@ class Case:
     Attributes:
         make: of the arrays, the function.
         arrays: of the problem; those that learn want a gradient.
+        fewer: there are so many times fewer heads.
+        as_bias: the array is a Boolean bias in both calls of ours, which is a text in the one and
+            read by the kernels in the other.
         built_in: of the problem and the arrays, the options of a `bench.lib.providers.Call` of
             cupyflash that do the same without a function, or None.
         causal: what is compared with is causal.
@@ -43,6 +47,9 @@ class Case:
     arrays: Callable[[Problem], Arrays] = lambda problem: ()
     head_dim: int = 128
     tokens: int = TOKENS
+    batch: int = 1
+    fewer: int = 1
+    as_bias: bool = False
     is_mask: bool = False
     built_in: Callable[[Problem, Arrays], dict[str, Any]] | None = None
     causal: bool = False
@@ -54,8 +61,8 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        heads = HIDDEN // self.head_dim
-        shape = (self.head_dim, 1, self.tokens, heads, heads, self.causal)
+        heads = HIDDEN // self.head_dim // self.fewer
+        shape = (self.head_dim, self.batch, self.tokens, heads, heads, self.causal)
         return Problem("bfloat16", *shape)
 
     @property
@@ -141,6 +148,11 @@ def _half(problem: Problem) -> Arrays:
     return (data.random((problem.seqlen, problem.seqlen), "float32", 1) > 0,)
 
 
+def _half_of_each(problem: Problem) -> Arrays:
+    """The same for each sequence."""
+    return (data.random((problem.batch, problem.seqlen, problem.seqlen), "bfloat16", 1) > 0,)
+
+
 # ---- scores and masks ----
 
 
@@ -186,6 +198,10 @@ def _dense(seen: Any) -> Callable:
     return lambda b, h, q, k: seen[q, k]
 
 
+def _dense_of_each(seen: Any) -> Callable:
+    return lambda b, h, q, k: seen[b, q, k]
+
+
 # ---- the same by options ----
 
 
@@ -225,6 +241,16 @@ def cases() -> list[Case]:
             built_in=lambda problem, arrays: {"bias": arrays[0][None, None]}, targets=(1.3, 1.3),
         ),
     ]  # fmt: skip
+    whole = itertools.product((64, 128, 256), BIASES, (1,))
+    for head_dim, tokens, fewer in (*whole, *itertools.product((64, 128), BIASES[3::2], (4, 8))):
+        batch, heads = TOKENS // tokens, HIDDEN // head_dim // fewer
+        case = Case(
+            f"Boolean {batch}x{heads}x{tokens}", "boolean", _dense_of_each,
+            _half_of_each, head_dim, tokens, batch, fewer, as_bias=True, is_mask=True,
+            beside=BUILT_IN, targets=(1.0, 1.0),
+            built_in=lambda problem, arrays: {"bias": arrays[0][:, None]},
+        )  # fmt: skip
+        found.append(case)
     trained = Case("trained table", "gradient", _by_distance, _trained_table, targets=(None, 0.75))
     fixed = {"name": "trained table, deterministic", "deterministic": True, "targets": (None, 0.6)}
     return [*found, trained, dataclasses.replace(trained, **fixed)]

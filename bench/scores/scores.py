@@ -5,16 +5,19 @@
     python -m bench scores --compile       no GPU: its kernels for Hopper go into the cache
 
 One sequence of 16384 tokens, 2048 hidden, bfloat16, head dim 128 (group d64: 64); the irregular
-documents have 32768. A mask counts the FLOPs of the scores that are seen. A rate stands beside that
-of attention without a function (causal beside masks), of the option that does the same, and of
-FlexAttention, which torch.compile compiles and whose mask is made before the clock starts.
-Results are compared first with float64, which is the function itself run by torch.
+documents have 32768. Group boolean has 16384 tokens in sequences of 512 to 16384 tokens, each with
+a mask of its own, head dims of 64, 128 and 256, and sometimes fewer heads. A mask counts the FLOPs
+of the scores that are seen. A rate stands beside that of attention without a function (causal
+beside masks), of the option that does the same, and of FlexAttention, which torch.compile compiles
+and whose mask is made before the clock starts. Results are compared first with float64, which is
+the function itself run by torch.
 
 | group | what |
 |---|---|
 | scores, d64 | ALiBi, a table by distance, a gate by query and key, softcap |
 | masks | documents, window, prefix LM, block-causal documents of many lengths |
 | dense | a Boolean array that the mask reads, beside the same array as ``bias`` |
+| boolean | a Boolean bias as a text, whose calls find its tiles, beside kernels that read it |
 | gradient | the table with its gradient, also deterministic |
 | first | seconds of the first call of a text, with an empty cache and in a second process |
 | tiles | a call that finds the tiles of its mask, beside one that has them |
@@ -36,7 +39,7 @@ from bench.scores.page import scores_table, times_table
 from bench.scores.problems import BUILT_IN, IMPLS, OURS, PLAIN, Case, cases
 from cupyflash import jit
 
-OF_CASES = ("scores", "masks", "gradient", "dense", "d64")
+OF_CASES = ("scores", "masks", "gradient", "dense", "boolean", "d64")
 GROUPS = (*OF_CASES, "tiles", "host", "first")
 ARCH = "sm_90a"
 
@@ -110,9 +113,11 @@ def _calls(groups: Sequence[str]) -> Iterator[Callable[[], Any]]:
     for case in cases():
         impls = (OURS, PLAIN, *([BUILT_IN] if case.built_in else []))
         for impl in impls if case.group in groups else ():
-            call = _prepared(case).call(impl)
+            prepared = _prepared(case)
+            call = prepared.call(impl)
             for direction in case.passes:
-                yield call.forward if direction == "fwd" else call.backward
+                of_pass = call.forward if direction == "fwd" else call.backward
+                yield functools.partial(prepared.planned, impl, of_pass)
     if "tiles" in groups:
         for tokens in times.TILES:
             yield from times.tiles_calls(tokens).values()

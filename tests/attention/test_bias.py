@@ -1,13 +1,16 @@
 """A bias on the scores: every broadcast, dtype and stride, masks, its gradient."""
 
+import contextlib
 import itertools
 
 import numpy
 import pytest
 from matrix import each, select
 from passes import forward_backward
+from targets import boolean_texts
 
 import cupyflash
+from cupyflash.ops.attention import dispatch
 from cupyflash.ops.attention.checks import check
 from cupyflash.ops.attention.options import Options
 from cupyflash.testing import expected, poison_free_memory, to_float64
@@ -20,6 +23,7 @@ SHAPES = [
     for shape in itertools.product(*((1, size) for size in WHOLE[4 - rank :]))
 ]
 DTYPES = ("q", "float32", "bool")
+PLANS = (dispatch._forward_plans, dispatch._backward_plans)
 
 
 def problem(target, dtype=None, **shape):
@@ -285,6 +289,100 @@ def test_deterministic(target):
     expected(inputs, bias=whole).check(**dict(zip(("dq", "dk", "dv", "dbias"), first)))
     with pytest.raises(NotImplementedError, match="^attention_backward: .*bias .*broadcast"):
         gradients(shared)
+
+
+# A Boolean bias as a text on Hopper --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def texts(target):
+    """A Boolean bias that all heads share is a text, as far as the backend has that."""
+    with boolean_texts():
+        yield
+        made = [x for plans in PLANS for x in plans.values()]
+        assert made and {bool(x.work.mask_tiles) for x in made} == {target.backend == "sm90"}
+
+
+def storages():
+    """Boolean arrays of (queries, keys), by the way in which they lie in memory."""
+    seen = numpy.random.default_rng(8).random((2, 1, 150, 330)) < 0.4
+    seen[:, :, 20:37], seen[:, :, 128:, 100:290], seen[:, :, :128, 128:256] = False, True, False
+    yield "one for all", seen[0, 0], (150, 330)
+    yield "of each sequence", seen, seen.shape
+    yield "shared", seen[:1], (1, 1, 150, 330)
+    yield "expanded", seen[:1], (2, 4, 150, 330)
+    yield "of queries", seen[..., :1], (2, 1, 150, 1)
+    yield "transposed", numpy.swapaxes(seen, 2, 3), None
+    yield "every other", numpy.repeat(seen, 2, axis=3), None
+    yield "odd", numpy.pad(seen, ((0, 0), (0, 0), (0, 1), (1, 2))), None
+
+
+def stored_mask(target, name, values, shape):
+    array = target.array(numpy.ascontiguousarray(values))
+    if name == "transposed":
+        return array.swapaxes(2, 3)
+    if name in ("every other", "odd"):
+        return array[..., ::2] if name == "every other" else array[:, :, :150, 1:331]
+    if name != "expanded":
+        return array
+    if hasattr(array, "expand"):
+        return array.expand(shape)
+    import cupy
+
+    return cupy.broadcast_to(array, shape)
+
+
+@each(device="cuda")
+@pytest.mark.parametrize("storage", list(storages()), ids=lambda x: x[0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_text_of_every_storage(target, storage, head_dim):
+    """Rows and tiles that see nothing, full tiles, partial ones, and lengths that fill none."""
+    inputs = problem(target, head_dim=head_dim, seqlen_q=150, seqlen_k=330)
+    mask = stored_mask(target, *storage)
+    poison_free_memory(target.library, target.device, [inputs.q.nbytes, 2 * inputs.q.nbytes])
+    with texts(target):
+        results = forward_backward(inputs, bias=mask)
+    expected(inputs, bias=mask).check(**results)
+    if storage[0] != "of queries":
+        assert (to_float64(results["out"])[:, 20:37] == 0).all()
+        assert (to_float64(results["lse"])[..., 20:37] == -numpy.inf).all()
+
+
+@each(device="cuda")
+@pytest.mark.parametrize(
+    "head_dim, options",
+    [
+        (40, {"causal": True, "scale": 0.3}),
+        (96, {"window": (70, 3)}),
+        (128, {"causal": "top-left", "sinks": True}),
+        (192, {}),
+        (256, {"causal": True}),
+    ],
+    ids=str,
+)
+def test_text_beside_other_options(target, head_dim, options):
+    options, dtype = dict(options), target.dtypes[head_dim // 64 % len(target.dtypes)]
+    inputs = problem(target, dtype, head_dim=head_dim, seqlen_q=150, seqlen_k=330)
+    if options.pop("sinks", False):
+        options["sinks"] = target.array(numpy.linspace(-1, 1, HEADS), "float32")
+    mask = target.array(next(storages())[1])
+    with texts(target):
+        results = forward_backward(inputs, bias=mask, **options)
+    expected(inputs, bias=mask, **options).check(**results)
+
+
+@each(device="cuda")
+def test_text_of_a_mask_that_changes(target):
+    """Each call finds the tiles of what the mask then is; any byte but 0 is True."""
+    inputs = problem(target, head_dim=64, seqlen_q=150, seqlen_k=330)
+    seen = next(storages())[1]
+    memory = target.array(seen.astype("uint8") * 6)
+    mask = memory.view(target.array(seen).dtype)
+    with texts(target):
+        for values in (seen, ~seen):
+            memory[...] = target.array(values.astype("uint8") * 6)
+            results = forward_backward(inputs, bias=mask)
+            expected(inputs, bias=target.array(values)).check(**results)
 
 
 # Bad input -----------------------------------------------------------------------------------

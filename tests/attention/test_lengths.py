@@ -1,5 +1,6 @@
 """Sequences that end before their tensors do: seqused_q and seqused_k."""
 
+import contextlib
 import functools
 import operator
 
@@ -7,6 +8,7 @@ import numpy
 import pytest
 from matrix import each
 from passes import forward_backward
+from targets import boolean_texts
 
 import cupyflash
 from cupyflash import environment
@@ -85,6 +87,24 @@ def test_is_sequence_by_sequence(target, name, options):
             assert (to_float64(_rows(x, layout, b)[end:]) == 0).all(), key
             one[key] = _rows(x, layout, b)[None, :end]
         expected(of_sequence(inputs, b, rows, cols), **options).check(**one)
+
+
+@each()
+@pytest.mark.parametrize("shared", [False, True], ids=["of each sequence", "shared"])
+def test_with_a_boolean_bias(target, shared):
+    """Also as a text, whose tiles end with each sequence."""
+    inputs, lengths, ends = problem(target, LENGTHS["both"])
+    seen = numpy.random.default_rng(9).random((1 if shared else 5, 1, ROWS, COLS)) < 0.5
+    bias = target.array(seen)
+    for scope in (boolean_texts(), contextlib.nullcontext()):
+        with scope:
+            results = forward_backward(inputs, bias=bias, causal=True, **lengths)
+        for b, (rows, cols) in enumerate(ends):
+            part = bias[0 if shared else b][None, :, :rows, :cols]
+            exact = expected(of_sequence(inputs, b, rows, cols), bias=part, causal=True)
+            one = {name: results[name][b : b + 1, :rows] for name in ("out", "dq")}
+            one |= {name: results[name][b : b + 1, :cols] for name in ("dk", "dv")}
+            exact.check(lse=results["lse"][b : b + 1, :, :rows], **one)
 
 
 @each()

@@ -11,11 +11,14 @@ from unittest import mock
 import emulator
 import torch
 from emulated_scores import check_case, expected, run
+from passes import forward_backward
 from score_texts import Capture, Case, Text, cases
+from targets import boolean_texts
 
 from cupyflash import environment
 from cupyflash.ops.attention import masks
 from cupyflash.ops.attention.score_text.tiles import FoundTiles
+from cupyflash.testing import expected as reference
 from cupyflash.testing import make_inputs
 
 # With a place in memory for each partial tile, for one of each word, and for none.
@@ -81,8 +84,28 @@ def check_late_maxima(folder: Path) -> None:
     check_case(folder, "late maxima", case, inputs, "sm90")
 
 
+def check_boolean_bias(folder: Path) -> None:
+    """A text for a bias that all heads share, but not in a backward whose blocks add in turns."""
+    shape = {"batch": 2, "seqlen_q": 150, "seqlen_k": 330, "heads_q": 2, "heads_kv": 1}
+    inputs = make_inputs("torch", "bfloat16", **shape, head_dim=128)
+    seen = dense(150, 330).arrays["seen"].repeat(2, 1, 1, 1)
+    seen[1, :, :70] = ~seen[1, :, :70]
+    seen[:, :, 20:37] = False
+    # Sequences and heads of the bias, and the passes in which it is a text.
+    for sequences, heads, passes in ((1, 1, 2), (2, 1, 2), (2, 2, 0)):
+        bias = seen[:sequences].repeat(1, heads, 1, 1)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            with emulator.hopper(folder) as launched, boolean_texts():
+                results = forward_backward(inputs, bias=bias)
+            print(f"Boolean bias {tuple(bias.shape)}: {', '.join(launched)}")
+            assert launched.count("mask_tiles") == max(0, passes - deterministic)
+            reference(inputs, bias=bias).check(**results)
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_tiles(Path(sys.argv[1]))
     check_partial_tiles(Path(sys.argv[1]))
     check_late_maxima(Path(sys.argv[1]))
+    check_boolean_bias(Path(sys.argv[1]))

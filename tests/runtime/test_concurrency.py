@@ -7,6 +7,8 @@ import pytest
 from arrays import normal, stored
 from devices import delay, new_stream
 from matrix import each
+from passes import forward_backward
+from targets import boolean_texts
 
 import cupyflash
 from cupyflash.runtime.scratch import no_garbage_collected
@@ -102,6 +104,29 @@ def test_torch_cuda_graph(target, varlen):
     graph.replay()
     replayed = [x.detach().clone() for x in captured]
     assert equal(replayed, step())
+
+
+@each(library="torch", device="cuda")
+def test_a_replay_reads_a_boolean_bias_anew(target):
+    """Where the bias is a text, the graph also finds the tiles that are empty or full."""
+    import torch
+
+    inputs = target.inputs(target.dtypes[0], seqlen_q=200, seqlen_k=330)
+    masks = [torch.rand(200, 330, device="cuda") < 0.5 for _ in range(3)]
+    masks[0][:, :130], masks[1][:, 130:], masks[2][:130] = False, False, True
+    mask, side = masks[0].clone(), torch.cuda.Stream()
+    with boolean_texts():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            forward_backward(inputs, bias=mask)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with no_garbage_collected(), torch.cuda.graph(graph):
+            captured = forward_backward(inputs, bias=mask)
+        for values in masks:
+            mask.copy_(values)
+            graph.replay()
+            expected(inputs, bias=values).check(**captured)
 
 
 def group_norm_problem(target, seed):

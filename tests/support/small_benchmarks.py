@@ -53,7 +53,8 @@ PARALLEL = (
 SCORES = tuple(
     dataclasses.replace(case, tokens=300)
     for case in cases()
-    if case.name in ("gate", "documents", "trained table") and case.head_dim == 128
+    if case.name in ("gate", "documents", "trained table", "Boolean 1x16x16384")
+    and case.head_dim == 128
 )
 GPT = Size(layers=1, width=32, heads=2, seqlen=24, batch=2)
 
@@ -126,8 +127,9 @@ BENCHMARKS = {
         {"parallel.parallel.cases": lambda ranks: PARALLEL},
     ),
     "scores": Small(
-        "--only scores masks gradient host --impls cupyflash cupyflash-plain cupyflash-option",
-        2 * 2 + 2 * 3 + 2 + 2 * 5,  # gate, documents, table, host
+        "--only scores masks boolean gradient host "
+        "--impls cupyflash cupyflash-plain cupyflash-option",
+        2 * 2 + 2 * 3 + 2 * 3 + 2 + 2 * 5,  # gate, documents, bias, table, host
         {
             "scores.problems.HIDDEN": 256,
             "scores.problems.DOCUMENT": 100,

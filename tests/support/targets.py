@@ -6,11 +6,13 @@ import functools
 import importlib.util
 import os
 from typing import Any
+from unittest import mock
 
 import numpy
 
 from cupyflash import environment
 from cupyflash.ops.attention import dispatch, sharing
+from cupyflash.ops.attention.sm90 import boolean_bias
 from cupyflash.runtime.operation import Plans
 from cupyflash.testing import Inputs, cast, make_inputs, make_varlen_inputs, to_library
 
@@ -29,21 +31,27 @@ EMULATED = os.environ.get("EMULATED_KERNELS")
 
 
 @contextlib.contextmanager
+def changed_plans(module, **values):
+    """Plans of attention are made with other numbers in a module that chooses what they launch."""
+    plans = [x for x in vars(dispatch).values() if isinstance(x, Plans)]
+    with mock.patch.multiple(module, **values):
+        try:
+            for x in plans:
+                x.clear()
+            yield
+        finally:
+            for x in plans:
+                x.clear()
+
+
 def large_tiles(wanted=True):
     """Plans of attention have the tiles for many tiles, though the problems of tests have few."""
-    if not wanted:
-        yield
-        return
-    plans = [x for x in vars(dispatch).values() if isinstance(x, Plans)]
-    many, sharing.MANY = sharing.MANY, 0
-    try:
-        for x in plans:
-            x.clear()
-        yield
-    finally:
-        sharing.MANY = many
-        for x in plans:
-            x.clear()
+    return changed_plans(sharing, MANY=0) if wanted else contextlib.nullcontext()
+
+
+def boolean_texts():
+    """A Boolean bias that all heads share is a text on Hopper, though the problems are small."""
+    return changed_plans(boolean_bias, LEAST_HEADS=1, LEAST_SCORES=1)
 
 
 @dataclasses.dataclass(frozen=True)

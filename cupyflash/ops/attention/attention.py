@@ -68,7 +68,9 @@ def attention(
         bias: added to the scores, after softcap and ALiBi: broadcasts to (batch, heads_q, seqlen_q,
             seqlen_k), whatever the layout; any strides. Dtype of q, float32, or bool, where False
             is -inf. Below -2^24, where float32 has no digit left for the score, means -inf too, and
-            above 2^24 means 2^24.
+            above 2^24 means 2^24. A long bool one is fastest on Hopper if 8 heads or more share it,
+            by an axis of length 1 or stride 0: at each call its bits are found once for all of them
+            (at most 128 MiB), and what it hides is skipped in whole tiles.
         sinks: (heads_q,), float32 or dtype of q: a logit beside those of the keys, without a value;
             it enters the LSE. A query that sees no key has it as its LSE.
         score: a function of (score, batch, head, query, key) or a `cupyflash.Score`, whose number

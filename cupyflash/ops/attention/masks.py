@@ -117,23 +117,31 @@ class MaskTilesKernel(AttentionKernel):
         return fragments * words * LANES
 
 
+def finder_of(main: KernelConfig) -> MaskTilesKernel:
+    """The kernel that finds the bits of the tiles of another, which has a text."""
+    by_keys = main.tiles_of == "k"
+    return MaskTilesKernel(main.block_m, main.block_n, by_keys, *main.fragment, text=main.text)
+
+
 class MaskTilesLaunch:
-    """Finds the bits of the mask of one problem, for the tiles of a kernel."""
+    """Finds the bits of the mask of one problem, for the tiles of a kernel.
+
+    Those of the first sequence serve all, where these share the mask.
+    """
 
     def __init__(self, problem: Problem, main: KernelConfig) -> None:
-        shape, by_keys = problem.shape, main.tiles_of == "k"
-        config = MaskTilesKernel(
-            main.block_m, main.block_n, by_keys, *main.fragment, text=problem.text
-        )
+        shape, config = problem.shape, finder_of(main)
         tiles = (-(-shape.seqlen_q // main.block_m), -(-shape.seqlen_k // main.block_n))
-        rows, columns = reversed(tiles) if by_keys else tiles
+        rows, columns = reversed(tiles) if config.by_keys else tiles
         words = -(-columns // WORD_TILES)
-        all_words, place_words = shape.batch * rows * words, config.place_words
+        sequences = 1 if problem.mask_is_shared else shape.batch
+        all_words, place_words = sequences * rows * words, config.place_words
         places = min(columns, WORD_TILES, PLACES_BYTES // (4 * place_words * all_words))
         self.bits_bytes = 4 * 2 * all_words
         self.size = 2 * all_words + all_words * places * place_words
         self.key = (config, problem.device, shape.batch, shape.seqlen_q, shape.seqlen_k)
-        self.rest = (rows * words, words, places, place_words)
+        batch_words = rows * words if sequences > 1 else 0
+        self.rest = (batch_words, words, places, place_words)
         params = tile_structs.MaskTilesParams(
             shape=shape, rows=rows, words=words, word_places=places
         )

@@ -18,7 +18,7 @@ from . import sharing
 from .captures import PackedCaptures
 from .kernels import AttentionLaunch, FlashBwdPreprocess, FlashBwdSinks
 from .masks import KeyMaskLaunch, MaskTilesLaunch
-from .options import NO_EXTRAS
+from .options import BIAS, NO_EXTRAS
 from .problem import Problem
 from .score_text.tiles import FoundTiles
 
@@ -109,7 +109,8 @@ class Pass:
             return b"", None
         values = extras[len(NO_EXTRAS) :]
         found = values.pop() if values and isinstance(values[-1], FoundTiles) else None
-        captures = self.captures(values) if self.captures else b""
+        # A text that comes without captures is that of a Boolean bias (sm90/boolean_bias.py).
+        captures = self.captures(values or extras[BIAS : BIAS + 1]) if self.captures else b""
         if self.mask_tiles is None:
             return captures, None
         tiles, bits = self.mask_tiles(library, stream, like, extras, captures, found)

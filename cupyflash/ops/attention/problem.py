@@ -5,6 +5,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,6 +112,15 @@ class Problem:
         captures = self.text.captures if self.text else ()
         views = tuple(view if x.learns else None for x, view in zip(captures, self.captures))
         return views if any(views) else ()
+
+    @property
+    def mask_is_shared(self) -> bool:
+        """Whether the mask of the text hides the same keys in all sequences."""
+        mask = self.text.mask
+        for capture, view in zip(self.text.captures, self.captures):
+            if view is not None and view.shape and view.strides[0] == 0:
+                mask = re.sub(rf"\b{capture.name}\(batch\b", "", mask)
+        return not (self.has_own_lengths or re.search(r"\bbatch\b", mask))
 
     @property
     def is_causal(self) -> bool:

@@ -8,7 +8,9 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import HALF, Capability, architecture
 from ..kernels import each_once
 from ..kind import KEY_MASK, SHORT, Access, Features, Kind
+from ..masks import finder_of
 from ..sm80.backend import BIASES
+from . import boolean_bias
 from .backward import backward as backward
 from .backward import backward_candidates as backward_candidates
 from .backward import backward_kernels, can_take_heads, variants
@@ -46,6 +48,9 @@ def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
     for features in (kind.features, *narrow):
         of_width = kind._replace(features=features)
         yield from _backward_kernels(of_width) if backward else forward_kernels(of_width)
+    if boolean_bias.can_be_text(kind.features):
+        features = boolean_bias.features_as_text(kind.features)
+        yield from _kernels_with_tiles(kind._replace(features=features), backward)
 
 
 def _backward_kernels(kind: Kind) -> Iterator[KernelConfig]:
@@ -53,6 +58,13 @@ def _backward_kernels(kind: Kind) -> Iterator[KernelConfig]:
     yield from (preprocess, *variants(main), *others)
     if can_take_heads(main):
         yield dataclasses.replace(preprocess, clears=False)
+
+
+def _kernels_with_tiles(kind: Kind, backward: bool) -> Iterator[KernelConfig]:
+    """Those that skip tiles of the text, and the kernel that finds these."""
+    found = backward_kernels(kind)[1:2] if backward else forward_kernels(kind)
+    skipping = [x for x in found if x.tiles]
+    yield from (finder_of(skipping[0]), *skipping)
 
 
 def configurations(capability: Capability) -> Iterator[KernelConfig]:

@@ -18,6 +18,7 @@ from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, Sharing, Wanted, backward_pass, padded_rows
 from ..problem import Problem
 from ..sm80 import capture_gradients, dbias
+from . import boolean_bias
 from .kernels import (
     BIAS_BY_TMA,
     STORED_GRADIENT,
@@ -115,6 +116,11 @@ def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
 def backward(
     problem: Problem, kind: Kind, card: Card, wanted: Wanted, tile: Tile | None = None
 ) -> Pass:
+    # Blocks that add in turns skip no tiles of a text.
+    if tile is None and not wanted.in_order and boolean_bias.is_text(problem):
+        problem = boolean_bias.as_text(problem)
+        kind = problem.kind(card.capability)
+        tile = _built_in(kind.head_dim, kind.features)[1]
     if kind.features.text and tile is None:
         mains = backward_candidates(kind)
         tile = fitting_tile(mains, mains.__getitem__, kind.capability)

@@ -11,6 +11,7 @@ from ..kernels import Tile
 from ..kind import KEY_MASK, Features, Kind
 from ..passes import Pass, forward_pass
 from ..problem import Problem
+from . import boolean_bias
 from .kernels import (
     BIAS_BY_TMA,
     FlashFwdCombineSm90,
@@ -116,6 +117,10 @@ def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90
 
 def forward(problem: Problem, kind: Kind, card: Card, tile: Tile | None = None) -> Pass:
     """The launch of the forward pass; where tiles are few, blocks may share the keys of each."""
+    if tile is None and boolean_bias.is_text(problem):
+        problem = boolean_bias.as_text(problem)
+        kind = problem.kind(card.capability)
+        tile = _built_in(kind)[1]
     if kind.features.text and tile is None:
 
         def launched(tile: Tile) -> FlashFwdSm90:
