@@ -16,6 +16,7 @@ OPERATORS = torch.library.Library("cupyflash", "FRAGMENT")
 BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 _kernels: dict[Any, Callable] = {}  # by operator
+_direct: dict[int, bool] = {}  # by the bits of dispatch keys: nothing follows autograd but a kernel
 
 
 def operator(schema: str) -> Callable[[Callable], Any]:
@@ -54,13 +55,17 @@ def register_autograd(
     try:
         derivative = autograd.make_autograd_impl(operator, autograd.Info(backward, setup_context))
         below, requires_grad = torch._C._after_autograd_keyset, torch._C._any_requires_grad
+        bits_of = torch._C.DispatchKeySet.raw_repr
     except AttributeError:  # these names are private: torch 2.7 to 2.14 has them
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=OPERATORS)
         return
     kernel, enabled = _kernels[operator], torch.is_grad_enabled
 
     def call(keys: Any, *arguments: Any) -> Any:
-        direct = (keys & below).highestPriorityTypeId() in BACKENDS
+        bits = bits_of(keys)
+        direct = _direct.get(bits)
+        if direct is None:  # what follows takes ten times as long as the look-up
+            direct = _direct[bits] = (keys & below).highestPriorityTypeId() in BACKENDS
         if direct and not (enabled() and requires_grad(*arguments)):
             return kernel(*arguments)
         return derivative(keys, *arguments)

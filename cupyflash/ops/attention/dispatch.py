@@ -122,7 +122,7 @@ def backward(
         options = Options(*options)
         return cpu.backward(library, *tensors, options, extras, bias_grad, dlse, captures)
     deterministic = deterministic or library.determinism()
-    bias_aligned, sinks = _extra_alignment(library, extras)
+    bias_aligned, sinks = _extra_alignment(library, extras) if extras else (True, None)
     settings = environment.current()
     plans = _backward_plans if options[MAX_SEQLENS] is None else _packed_backward_plans
     asked = (options, settings.backend, bias_aligned, deterministic, bias_grad)
@@ -149,7 +149,9 @@ def backward(
             stacklevel=2,
         )
     # Copies live until the launch.
-    copies = [_contiguous(library, lse, pointers, 5), _contiguous(library, dlse, pointers, 6)]
+    copies = [_contiguous(library, lse, pointers, 5)]
+    if dlse is not None:
+        copies.append(_contiguous(library, dlse, pointers, 6))
     if sinks is not None:
         pointers[7 + SINKS] = library.pointer(sinks)
     for place, number in numbers.items():
@@ -170,10 +172,8 @@ def _like(library: Any, gradients: list[Array | None], captures: list) -> list[A
     return [None if g is None else library.cast(g, x) for g, x in zip(gradients, captures)]
 
 
-def _contiguous(library: Any, x: Array | None, pointers: list[int], place: int) -> Array | None:
+def _contiguous(library: Any, x: Array, pointers: list[int], place: int) -> Array:
     """x or a dense copy of it, whose pointer is put in its place."""
-    if x is None:
-        return None
     dense = library.contiguous(x)
     if dense is not x:
         pointers[place] = library.pointer(dense)
@@ -254,8 +254,6 @@ def _extra_alignment(library: Any, extras: tuple) -> tuple[bool, Array | None]:
 
     The caller holds these until the launch: the memory of a converted array is free after it.
     """
-    if not extras:
-        return True, None
     bias, sinks = extras[BIAS], extras[SINKS]
     return (
         bias is None or library.pointer(bias) % 16 == 0,

@@ -243,12 +243,14 @@ def encode(options: tuple) -> tuple:
 
 
 def decode(arguments: tuple) -> tuple[str, tuple, Options]:
-    """(function, optional arrays, options) of an operator's arguments behind the tensors."""
+    """(function, optional arrays, options) of an operator's arguments behind the tensors.
+
+    Without optional arrays there is an empty tuple, with which a call takes less time.
+    """
     extras, function = arguments[:NUM_EXTRAS], arguments[NUM_EXTRAS]
-    options = Options(*arguments[NUM_EXTRAS + 1 :])
-    options = options._replace(
-        causal=options.causal or False,
-        window=None if options.window is None else tuple(options.window),
-        max_seqlens=None if options.max_seqlens is None else tuple(options.max_seqlens),
-    )
+    extras = extras if any(x is not None for x in extras) else ()
+    causal, scale, window, softcap, layout, lengths, *others = arguments[NUM_EXTRAS + 1 :]
+    window = None if window is None else tuple(window)
+    lengths = None if lengths is None else tuple(lengths)
+    options = Options(causal or False, scale, window, softcap, layout, lengths, *others)
     return function, extras, options

@@ -145,8 +145,10 @@ class BackwardPlan(PassPlan):
             pointers: of dout, q, k, v, out, lse, dlse or 0, and perhaps of `Extras`.
         """
         library, pointer = self.library, self.library.pointer
-        dbias = self._allocate_dbias(q)
-        dsinks = _zeros_float32(library, self.dsinks_shape, q)
+        dbias = None if self.dbias_shape is None else self._allocate_dbias(q)
+        dsinks = None
+        if self.dsinks_shape is not None:
+            dsinks = _zeros_float32(library, self.dsinks_shape, q)
         if not self.work.launches:
             zeros = [library.zeros_like(x) for x in (q, k, v)]
             zeros += [dbias, dsinks, *zeros_for(library, self.learned, q)]
@@ -158,13 +160,17 @@ class BackwardPlan(PassPlan):
         scratch = library.empty_float32(self.scratch_shape, q)
         semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
         start = pointer(scratch)
+        lse_log2, delta, dq_accum, partial = self.offsets
         arguments = (
             *pointers[:6],
             pointer(dq),
             pointer(dk),
             pointer(dv),
             pointers[6],
-            *[start + offset for offset in self.offsets],
+            start + lse_log2,
+            start + delta,
+            start + dq_accum,
+            start + partial,
             0 if semaphores is None else pointer(semaphores),
         )
         option_gradients = (
@@ -176,8 +182,8 @@ class BackwardPlan(PassPlan):
         results = (dq, dk, dv, dbias, dsinks)
         return q, results, arguments, pointers[7:], option_gradients, (scratch, semaphores)
 
-    def _allocate_dbias(self, q: Array) -> Array | None:
-        """Memory for the gradient of the bias, if it is wanted; zeros unless all is written."""
+    def _allocate_dbias(self, q: Array) -> Array:
+        """Memory for the gradient of the bias; zeros unless all is written."""
         library, shape = self.library, self.dbias_shape
         if self.work.stores_dbias:
             dbias = library.empty(shape, dense_strides(shape, range(4)), q)
@@ -195,9 +201,7 @@ def has_no_order(problem: Problem, wanted: Wanted, work: Pass) -> bool:
     return bool(added and problem.shape.seqlen_k and problem.bias_is_broadcast)
 
 
-def _zeros_float32(library: Any, shape: tuple[int, ...] | None, like: Array) -> Array | None:
-    if shape is None:
-        return None
+def _zeros_float32(library: Any, shape: tuple[int, ...], like: Array) -> Array:
     zeros = library.empty_float32(shape, like)
     library.fill(zeros, 0)
     return zeros

@@ -277,7 +277,7 @@ class TransformedBackward(torch.autograd.Function):
 
 def _learned(extras: tuple, bias_grad: bool) -> tuple[Tensor | None, Tensor | None]:
     """The optional tensors whose gradients the backward gives."""
-    return extras[BIAS] if bias_grad else None, extras[SINKS]
+    return (extras[BIAS] if bias_grad else None, extras[SINKS]) if extras else (None, None)
 
 
 def _empty(like: Tensor, head_dim: int, width: int) -> Tensor:

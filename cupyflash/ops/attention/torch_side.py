@@ -81,9 +81,11 @@ class Attention(torch.autograd.Function):
         out, lse = dispatch.forward(function, LIBRARY, arrays, (options, True))
         if out._is_view():  # columns of a wider array: torch would refuse out.mul_(x)
             out = out.detach()
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in captures]
-        tensors = [x if isinstance(x, Tensor) else None for x in captures]
-        ctx.save_for_backward(q, k, v, out, lse, *extras, *tensors)
+        ctx.numbers = ()
+        if captures:
+            ctx.numbers = [None if isinstance(x, Tensor) else x for x in captures]
+            captures = [x if isinstance(x, Tensor) else None for x in captures]
+        ctx.save_for_backward(q, k, v, out, lse, *extras, *captures)
         ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
         return out, lse
 

@@ -64,7 +64,8 @@ def _decoded(arguments: tuple) -> tuple[str, tuple, tuple, list]:
     *plain, text, tensors, numbers = arguments
     function, extras, options = decode(tuple(plain))
     text = decode_text(text)
-    return function, extras, options._replace(text=text), values_of(text, tensors, numbers)
+    values = values_of(text, tensors, numbers)
+    return function, Extras(*extras), options._replace(text=text), values
 
 
 @operator(f"attention_text(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -93,7 +94,6 @@ def _backward_op(
     arrays = (readable(dout, out), q, k, v, out, lse, dlse, *extras, *captures)
     LIBRARY.refuse_tangents(*arrays)
     gradients = dispatch.backward(function, LIBRARY, arrays, (options, bias_grad))
-    extras = Extras(*extras)
     likes = (extras.bias if bias_grad else None, extras.sinks)
     likes += tuple(x if of.learns else None for of, x in zip(options.text.captures, captures))
     learned = zip(gradients[3:], likes, strict=True)

@@ -76,6 +76,10 @@ class PersistentLaunch(AttentionLaunch):
         if problem.has_own_lengths:
             self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
+        # What is behind the pointers, where every call has the same there; else None.
+        alike = self.counters is _no_counter and splits == 1 and not self.pages
+        alike = alike and self.bias_maps is None and self.sequences is None
+        self.constant = self.tail + NO_SEQUENCES + self.rest(None, 0) + NO_MAP if alike else None
 
     def argument(
         self, *pointers: int, stream: Any = None, workspace: int = 0, bias: int = 0
@@ -83,6 +87,8 @@ class PersistentLaunch(AttentionLaunch):
         """The argument, after the launch of the kernel that makes the maps of sequences, if any."""
         mapped = self.mapped(pointers)
         maps = self.maps[mapped]
+        if self.constant is not None:
+            return maps + self.pack(*pointers) + self.constant
         if self.pages:  # whose table takes the place of a bias
             maps = pack_two(bias, mapped[2]) + self.pages + maps
         base = self.pack(*pointers) + self.tail
