@@ -18,6 +18,10 @@ __device__ __forceinline__ NamedBarrier order_of_group(int group) {
   return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::ORDER_OF_GROUP_0) + group);
 }
 
+// The next tile is chosen when this number of key tiles of the current one is still to be loaded:
+// late, so that the work is divided evenly among the blocks, but early enough for its first loads.
+constexpr int LOOK_AHEAD = 3;
+
 // The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
 // the block. Every key tile in its range is visited.
 struct EveryFwdTile {
@@ -52,6 +56,8 @@ struct EveryFwdTile {
 
   __device__ void skip_empty(const FlashFwdParams&, int) {}
   __device__ int next_n(int n) const { return n - 1; }  // the key tile after this one
+  // The key tile at which the next query tile is chosen.
+  __device__ int almost_last() const { return min(n_range.end - 1, n_range.begin + LOOK_AHEAD); }
   __device__ bool is_full(int) const { return true; }   // no mask of a text hides any of it
   __device__ int key_tile(int n) const { return n; }
 
@@ -72,13 +78,18 @@ struct EveryFwdTile {
 // The record where the mask of a text leaves key tiles empty, which are not visited.
 struct SeenFwdTile : EveryFwdTile {
   TileRow row;
+  int almost;
 
   // Leaves out the empty tiles in front and at the end.
   __device__ void skip_empty(const FlashFwdParams& params, int block_m) {
     row.locate(params, batch, m_begin / block_m);
     row.tighten(n_range);
+    almost = n_range.begin;
+    for (int i = 0; i < LOOK_AHEAD && almost < n_range.end - 1; ++i)
+      almost = row.first_from(almost + 1, n_range.end);
   }
   __device__ int next_n(int n) const { return row.last_up_to(n - 1); }
+  __device__ int almost_last() const { return almost; }
   __device__ bool is_full(int n) const { return row.is_full(n); }
 };
 
@@ -138,10 +149,6 @@ struct FwdLayout {
     return smem + BIAS_OFFSET + (group * BIAS_STAGES + stage) * TileBias::BYTES;
   }
 };
-
-// The next tile is chosen when this number of key tiles of the current one is still to be loaded:
-// late, so that the work is divided evenly among the blocks, but early enough for its first loads.
-constexpr int LOOK_AHEAD = 3;
 
 // The scheduler is one tile ahead of the lane that loads Q, which is at most Q_STAGES (2) tiles
 // ahead of the consumers and of the O that it stores itself.
@@ -249,7 +256,7 @@ __device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
     };
     const int n_begin = tile.n_range.begin;
     int n = tile.n_range.end - 1;
-    const int n_almost = HAS_MASK_TILES ? n : min(n, n_begin + LOOK_AHEAD);
+    const int n_almost = tile.almost_last();
     load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n);
 #pragma unroll 1
     for (; n > n_begin; HAS_MASK_TILES ? n = tile.next_n(n) : --n) {
