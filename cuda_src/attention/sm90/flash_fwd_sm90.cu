@@ -70,7 +70,7 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
-  const bool masked = !consumer.is_inner();
+  const bool masked = !(HAS_MASK_TILES ? consumer.run_is_inner : consumer.is_inner());
   consumer.score_and_softmax(s, state, consumer.load_seen(masked), masked, AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
@@ -100,11 +100,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   if constexpr (!C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
 }
 
-// The key tile after tile n, and whether a tile behind an inner one is inner, too.
-template <class C>
-__device__ __forceinline__ int next_n(const C& consumer) {
-  return HAS_MASK_TILES ? uniform(consumer.tile->next_n(consumer.n)) : consumer.n - 1;
-}
+// Whether a tile behind an inner one is inner, too.
 template <class C>
 __device__ __forceinline__ bool stays_inner(const C& consumer) {
   if constexpr (C::INNER_APART) return consumer.n >= consumer.n_begin && consumer.is_inner();
@@ -169,13 +165,24 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   for (;;) {
     // ---- the other key tiles: those on either edge of a window need the mask ----
     int& n = consumer.n;
+    if constexpr (HAS_MASK_TILES) {
 #pragma unroll 1
-    for (n = next_n(consumer); n >= consumer.n_begin;) {
+      for (consumer.seek_next(); n >= consumer.n_begin; consumer.seek(n)) {
 #pragma unroll 1
-      for (; n >= consumer.n_begin && !consumer.is_inner(); n = next_n(consumer))
-        step(consumer, p, acc_o, state, MASKED);
+        for (; n >= consumer.run_begin && !consumer.run_is_inner; --n)
+          step(consumer, p, acc_o, state, MASKED);
 #pragma unroll 1
-      for (; stays_inner(consumer); n = next_n(consumer)) step(consumer, p, acc_o, state, UNMASKED);
+        for (; n >= consumer.run_begin; --n) step(consumer, p, acc_o, state, UNMASKED);
+      }
+    } else {
+#pragma unroll 1
+      for (--n; n >= consumer.n_begin;) {
+#pragma unroll 1
+        for (; n >= consumer.n_begin && !consumer.is_inner(); --n)
+          step(consumer, p, acc_o, state, MASKED);
+#pragma unroll 1
+        for (; stays_inner(consumer); --n) step(consumer, p, acc_o, state, UNMASKED);
+      }
     }
 
     // ---- to the next query tile, whose first S runs beside the last O += P V of this one ----

@@ -58,7 +58,6 @@ struct EveryFwdTile {
   __device__ int next_n(int n) const { return n - 1; }  // the key tile after this one
   // The key tile at which the next query tile is chosen.
   __device__ int almost_last() const { return min(n_range.end - 1, n_range.begin + LOOK_AHEAD); }
-  __device__ bool is_full(int) const { return true; }   // no mask of a text hides any of it
   __device__ int key_tile(int n) const { return n; }
 
   // Whether key tile n has keys on both sides of the diagonal.
@@ -90,7 +89,6 @@ struct SeenFwdTile : EveryFwdTile {
   }
   __device__ int next_n(int n) const { return row.last_up_to(n - 1); }
   __device__ int almost_last() const { return almost; }
-  __device__ bool is_full(int n) const { return row.is_full(n); }
 };
 
 // The record where scores may fall with the distance from the diagonal. The tile on the diagonal is
@@ -116,8 +114,7 @@ template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int Q_STAG
           BiasKind BIAS, bool FROM_DIAGONAL_>
 struct FwdLayout {
   static constexpr bool FROM_DIAGONAL = FROM_DIAGONAL_ && !HAS_MASK_TILES;
-  static constexpr bool INNER_APART =  // inner tiles may have others between them
-      FROM_DIAGONAL_ || HAS_MASK_TILES;
+  static constexpr bool INNER_APART = FROM_DIAGONAL_;  // inner tiles may have others between them
   using Tile =
       typename Choose<HAS_MASK_TILES, SeenFwdTile,
                       typename Choose<FROM_DIAGONAL, TurnedFwdTile, EveryFwdTile>::Type>::Type;

@@ -38,6 +38,9 @@ struct FwdConsumer {
   const typename L::Tile* tile;
   int n;  // counts the key tiles down; key_tile() is the one whose scores come next, or came last
   int n_begin, inner_begin, inner_end;
+  // With the mask of a text: tiles [run_begin, n] are all inner, or all have to be masked.
+  int run_begin;
+  bool run_is_inner;
   Ring<L::KV_STAGES> kv_ring;  // the place of K; V follows one tile behind, in the same stages
 
   __device__ FwdConsumer(const FlashFwdSm90Params& params, FwdShared<L>& shared, uint32_t smem)
@@ -246,15 +249,30 @@ struct FwdConsumer {
     n_begin = uniform(range.begin);
     inner_begin = uniform(range.inner_begin);
     inner_end = uniform(range.inner_end);
+    if constexpr (HAS_MASK_TILES) seek(n);
+  }
+
+  // Goes on to the run that ends with the last key tile up to this one which is visited. The steps
+  // within a run look at no bits. A full tile on an edge of the keys that are seen is a run.
+  __device__ __forceinline__ void seek(int last) {
+    const TileRun run = tile->row.run_up_to(last);
+    n = uniform(run.last);
+    run_is_inner = uniform(run.full) && is_inner();
+    const bool is_one = Options::ALIBI_IS_LINE || (!run_is_inner && uniform(run.full));
+    const int begin = run_is_inner ? max(n_begin, inner_begin) : n_begin;
+    run_begin = is_one ? n : max(uniform(run.begin), begin);
+  }
+  __device__ __forceinline__ void seek_next() {
+    if (--n < run_begin) seek(n);
   }
 
   __device__ __forceinline__ int key_tile() const {
     return L::FROM_DIAGONAL ? uniform(tile->key_tile(n)) : n;
   }
 
-  // Whether no score of the key tile is masked, and ALiBi, if there is one, is linear there.
+  // Whether no score of the key tile is masked but by the mask of a text, and ALiBi, if there is
+  // one, is linear there.
   __device__ __forceinline__ bool is_inner() const {
-    if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
     if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(key_tile())))
       return false;
     return is_inside();

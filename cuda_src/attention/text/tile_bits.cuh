@@ -18,6 +18,13 @@ struct MaskTileBits {
   uint8_t padding[32];  // 64 bytes in all
 };
 
+// Tiles [begin, last] of a row, which are all full or all partial. Without any, `last` is -1.
+struct TileRun {
+  int begin;
+  int last;
+  bool full;
+};
+
 // A row of tiles, as the record of a block's tile has it.
 struct TileRow {
   const uint32_t* some;
@@ -43,6 +50,17 @@ struct TileRow {
       bits = some[word];
     }
     return word * 32 + 31 - __clz(bits);
+  }
+
+  // The run that ends with the last tile up to this one that has the bit "some". It begins where
+  // its word does at the earliest.
+  __device__ TileRun run_up_to(int tile) const {
+    tile = last_up_to(tile);
+    if (tile < 0) return {0, -1, false};
+    const uint32_t all = some[words + tile / 32];
+    const bool full = all >> tile % 32 & 1;
+    const uint32_t alike = full ? all : some[tile / 32] & ~all;
+    return {tile + 1 - __clz(~(alike << (31 - tile % 32))), tile, full};
   }
 
   // The first tile from this one on that has it, or `end`.
