@@ -253,14 +253,13 @@ struct FwdConsumer {
   }
 
   // Goes on to the run that ends with the last key tile up to this one which is visited. The steps
-  // within a run look at no bits. A full tile on an edge of the keys that are seen is a run.
+  // within a run look at no bits.
   __device__ __forceinline__ void seek(int last) {
-    const TileRun run = tile->row.run_up_to(last);
+    const TileRun run =
+        tile->row.run_up_to(last, TileRange{n_begin, last + 1, inner_begin, inner_end});
     n = uniform(run.last);
-    run_is_inner = uniform(run.full) && is_inner();
-    const bool is_one = Options::ALIBI_IS_LINE || (!run_is_inner && uniform(run.full));
-    const int begin = run_is_inner ? max(n_begin, inner_begin) : n_begin;
-    run_begin = is_one ? n : max(uniform(run.begin), begin);
+    run_is_inner = !uniform(run.masked) && is_inner();
+    run_begin = Options::ALIBI_IS_LINE ? n : uniform(run.begin);
   }
   __device__ __forceinline__ void seek_next() {
     if (--n < run_begin) seek(n);

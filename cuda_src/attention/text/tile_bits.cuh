@@ -18,11 +18,12 @@ struct MaskTileBits {
   uint8_t padding[32];  // 64 bytes in all
 };
 
-// Tiles [begin, last] of a row, which are all full or all partial. Without any, `last` is -1.
+// Tiles [begin, last] of a row, in which the mask is applied to all or to none. `last` is -1 if there is
+// none.
 struct TileRun {
   int begin;
   int last;
-  bool full;
+  bool masked;
 };
 
 // A row of tiles, as the record of a block's tile has it.
@@ -52,15 +53,18 @@ struct TileRow {
     return word * 32 + 31 - __clz(bits);
   }
 
-  // The run that ends with the last tile up to this one that has the bit "some". It begins where
-  // its word does at the earliest.
-  __device__ TileRun run_up_to(int tile) const {
+  // The run that ends with the last tile up to this one that has the bit "some", of tiles that are
+  // alike and have bits in one word. A full tile that the range has masked is a run of its own.
+  template <class Range>
+  __device__ TileRun run_up_to(int tile, const Range& range) const {
     tile = last_up_to(tile);
-    if (tile < 0) return {0, -1, false};
+    if (tile < range.begin) return {0, -1, true};
     const uint32_t all = some[words + tile / 32];
-    const bool full = all >> tile % 32 & 1;
+    const bool full = all >> tile % 32 & 1, masked = !full || range.needs_mask(tile);
+    if (full && masked) return {tile, tile, true};
     const uint32_t alike = full ? all : some[tile / 32] & ~all;
-    return {tile + 1 - __clz(~(alike << (31 - tile % 32))), tile, full};
+    const int begin = tile + 1 - __clz(~(alike << (31 - tile % 32)));
+    return {max(begin, full ? max(range.begin, range.inner_begin) : range.begin), tile, masked};
   }
 
   // The first tile from this one on that has it, or `end`.
