@@ -79,6 +79,11 @@ struct SeenFwdTile : EveryFwdTile {
   TileRow row;
   int almost;
 
+  __device__ void locate(const FlashFwdParams& params, Tile tile, int block_m, int block_n) {
+    tile.block = row_by_work(params, tile.batch, tile.block);
+    EveryFwdTile::locate(params, tile, block_m, block_n);
+  }
+
   // Leaves out the empty tiles in front and at the end.
   __device__ void skip_empty(const FlashFwdParams& params, int block_m) {
     row.locate(params, batch, m_begin / block_m);

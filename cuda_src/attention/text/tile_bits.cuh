@@ -15,8 +15,20 @@ struct MaskTileBits {
   int words;
   int word_places;
   int place_words;      // the size of a place
-  uint8_t padding[32];  // 64 bytes in all
+  // For each sequence its rows by their number in TileOrder, from the shortest to the longest
+  // (mask_order.cu). Null where sequences have lengths of their own, which are in order themselves.
+  const int* order;
+  int rows;             // of tiles, in each sequence
+  uint8_t padding[20];  // 64 bytes in all
 };
+
+// The number in TileOrder of the row of which it has the place. Params is the argument of the
+// kernel, which begins with a MaskTileBits.
+template <class Params>
+__device__ int row_by_work(const Params& params, int batch, int place) {
+  const MaskTileBits& tiles = reinterpret_cast<const MaskTileBits&>(params);
+  return tiles.order ? tiles.order[int64_t(batch) * tiles.rows + place] : place;
+}
 
 // Tiles [begin, last] of a row, in which the mask is applied to all or to none. `last` is -1 if there is
 // none.
