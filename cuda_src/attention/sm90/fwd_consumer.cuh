@@ -18,9 +18,10 @@ struct FwdConsumer {
   using Scores = float[L::BLOCK_N / 8][4];
   using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
   using Output = float[L::HEAD_DIM_V / 8][4];
+  using SeenByText = SeenScores<L::BLOCK_N / 8>;
   struct Seen {
     SeenKeys<Options::BIAS, L::BLOCK_N / 8> keys;
-    SeenScores<L::BLOCK_N / 8> scores;
+    SeenByText scores;
   };
   static constexpr bool INNER_APART = L::INNER_APART;
 
@@ -104,16 +105,19 @@ struct FwdConsumer {
 
   // ---- score and softmax ----
 
-  // Loads the masks of tile n. A load before a wait is complete when the scores are.
-  __device__ __forceinline__ Seen load_seen(bool masked) const {
-    Seen seen = {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, {}};
+  // Load the masks of tile n. A load before a wait is complete when the scores are.
+  __device__ __forceinline__ SeenByText load_seen_by_text(bool masked) const {
+    SeenByText scores;
     if constexpr (HAS_MASK_TILES) {
       if (masked) {
-        seen.scores.template load<false>(params.base, *tile, n, warp_row / 16,
-                                         tile->m_begin + warp_row, key_tile() * L::BLOCK_N);
+        scores.template load<false>(params.base, *tile, n, warp_row / 16, tile->m_begin + warp_row,
+                                    key_tile() * L::BLOCK_N);
       }
     }
-    return seen;
+    return scores;
+  }
+  __device__ __forceinline__ Seen load_seen(const SeenByText& scores) const {
+    return {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, scores};
   }
 
   // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
