@@ -4,6 +4,7 @@
 """
 
 import itertools
+import struct
 import sys
 from pathlib import Path
 from unittest import mock
@@ -37,12 +38,12 @@ def check_tiles(folder: Path) -> None:
         last = int(seen.any(2).nonzero()[-1, -1])
         right = expected(case, inputs)
         inputs.k[:, last // 128 * 128 + 128 :] = inputs.v[:, last // 128 * 128 + 128 :] = torch.nan
-        for tiles in (["mask_tiles"], []):
+        for tiles in (["mask_tiles", "mask_order"], []):
             with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
                 results = run(case, inputs, found=found)
             print(f"tiles of {name}: {', '.join(launched)}")
             assert launched[: len(tiles) + 1] == [*tiles, "flash_fwd_sm90"]
-            assert launched.count("mask_tiles") == 2 * len(tiles)
+            assert launched.count("mask_tiles") == launched.count("mask_order") == len(tiles)
             right.check(**results)
         inputs.k.nan_to_num_(), inputs.v.nan_to_num_()
     # Without the tiles, where blocks add in turns.
@@ -50,6 +51,25 @@ def check_tiles(folder: Path) -> None:
         results = run(case, inputs, deterministic="error")
     assert launched.count("mask_tiles") == 1
     expected(case, inputs).check(**results)
+
+
+def check_order(folder: Path) -> None:
+    """Rows of tiles are sorted by the tiles that they visit, and equal ones stay in their order."""
+    case, found = cases(1, 1500, 700)["documents"], FoundTiles()
+    inputs = make_inputs("torch", "float16", batch=2, seqlen_q=1500, seqlen_k=700, heads_q=1)
+    with emulator.hopper(folder), environment.override(backend="sm90"):
+        expected(case, inputs).check(**run(case, inputs, found=found))
+    for (config, *_), of_stream in found.of_kernel.items():
+        ((memory, packed),) = of_stream.values()
+        _, _, of_batch, words, _, _, order, rows = struct.unpack("QQiiiiQi20x", packed)
+        memory, at = memory.view(torch.int32), (order - memory.data_ptr()) // 4
+        for batch in range(2):
+            some = memory[2 * of_batch * batch :][: 2 * of_batch].view(rows, 2, words)[:, 0]
+            work = [sum(int(x).bit_count() for x in row & 0xFFFFFFFF) for row in some.long()]
+            work = work[::-1] if config.by_keys else work
+            assert len(set(work)) > 1
+            found_order = memory[at + batch * rows :][:rows].tolist()
+            assert found_order == sorted(range(rows), key=work.__getitem__)
 
 
 def dense(queries: int, keys: int) -> Case:
@@ -106,6 +126,7 @@ def check_boolean_bias(folder: Path) -> None:
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_tiles(Path(sys.argv[1]))
+    check_order(Path(sys.argv[1]))
     check_partial_tiles(Path(sys.argv[1]))
     check_late_maxima(Path(sys.argv[1]))
     check_boolean_bias(Path(sys.argv[1]))

@@ -90,6 +90,20 @@ def test_heads_per_section(batch, heads, heads_kv, length, forward, backward):
     assert sections(main_of(problem), problem, HOPPER, tensors=4) == backward
 
 
+@pytest.mark.parametrize(
+    ("heads", "length", "forward", "backward"),
+    [(16, 16384, 2, 2), (16, 4096, 8, 4), (1, 300, 1, 1)],
+)
+def test_heads_per_section_of_masks(heads, length, forward, backward):
+    """Their tiles differ in length, so the last ones of a launch must not be those of one head."""
+    problem = problem_of(1, (heads, heads), length, length, 128)
+    kernels = forward_kernel(problem.kind(HOPPER.capability)), main_of(problem)
+    for config, tensors, sections in zip(kernels, (2, 4), (forward, backward)):
+        config = dataclasses.replace(config, tiles=True)
+        found = sharing.heads_per_section(config, problem, HOPPER, tensors=tensors, even_end=True)
+        assert found == sections
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_blocks_in_turns_divide_no_masked_rows(masked):
     """Under a mask a query tile may be in an earlier share of the next key tile: a deadlock."""

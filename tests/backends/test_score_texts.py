@@ -15,7 +15,7 @@ from cupyflash.jit import compiler
 from cupyflash.ops.attention.backends import BACKENDS, choose
 from cupyflash.ops.attention.fitting import FEW_STACK_BYTES, fitting_tile
 from cupyflash.ops.attention.kind import KEY_MASKS, Access, Features, Kind
-from cupyflash.ops.attention.masks import MaskTilesKernel
+from cupyflash.ops.attention.masks import MaskOrderKernel, MaskTilesKernel
 from cupyflash.ops.attention.score_text import Capture, Text
 from cupyflash.ops.attention.score_text.pieces import of_pieces
 from cupyflash.ops.attention.simt.kernels import captures_kernel
@@ -98,6 +98,7 @@ def test_registers_of_other_kernels(capability):
         pytest.skip(f"NVRTC {compiler.version()} does not know {jit.arch_of(capability)}")
     dtype = "float16" if capability == (7, 5) else "bfloat16"
     configs = [MaskTilesKernel(128, 128, True, True, 128, text=text_of("documents"))]
+    configs.append(MaskOrderKernel(True))
     for name, head_dim, exact in (("alibi", 192, False), ("table", 128, True), ("gate", 64, False)):
         text = text_of(name)
         learning = tuple(x._replace(learns=True) for x in text.captures)

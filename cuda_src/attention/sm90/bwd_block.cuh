@@ -87,8 +87,9 @@ struct EveryBwdTile {
 struct SeenBwdTile : EveryBwdTile {
   TileRow row;
 
-  __device__ void locate(const FlashBwdParams& params, const Tile& tile, int block_m, int block_n,
+  __device__ void locate(const FlashBwdParams& params, Tile tile, int block_m, int block_n,
                          bool last_keys_first) {
+    tile.block = row_by_work(params, tile.batch, tile.block);
     EveryBwdTile::locate(params, tile, block_m, block_n, last_keys_first);
     row.locate(params, batch, n_block);
     row.tighten(m_range);

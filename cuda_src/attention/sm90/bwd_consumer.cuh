@@ -175,8 +175,15 @@ struct BwdConsumer {
                                         int head) {
     if constexpr (HAS_MASK_TILES) {
 #pragma unroll 1
-      for (int m = uniform(tile.first_m()); tile.is_m(m); m = uniform(tile.next_m(m)))
-        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.needs_mask(m)));
+      for (int m = uniform(tile.first_m()); tile.is_m(m);) {
+        const TileRun run = tile.row.run_up_to(m, tile.m_range);
+        const int begin = uniform(run.begin);
+        const bool masked = uniform(run.masked);
+        m = uniform(run.last);
+#pragma unroll 1
+        for (; m >= begin; --m)
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, masked);
+      }
     } else if constexpr (L::WALKS_UP) {
 #pragma unroll 1
       for (int m = uniform(tile.m_range.begin); m < uniform(tile.m_range.end); ++m)

@@ -62,16 +62,23 @@
 #include "fwd_consumer.cuh"
 #include "paged_keys.cuh"
 
+// The bits of the first key tile of a tile, which are loaded before its S is issued.
+template <class C>
+__device__ __forceinline__ typename C::SeenByText load_first_seen(const C& consumer) {
+  return consumer.load_seen_by_text(HAS_MASK_TILES && !consumer.run_is_inner);
+}
+
 // Starts a tile with O = 0, and its softmax with the scores of its first key tile, which are in s.
 template <class C>
 __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
                                            typename C::Weights& p, typename C::Output& acc_o,
-                                           RowState& state) {
+                                           RowState& state,
+                                           const typename C::SeenByText& seen_by_text) {
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
-  const bool masked = !consumer.is_inner();
-  consumer.score_and_softmax(s, state, consumer.load_seen(masked), masked, AT_NEW_MAX);
+  const bool masked = !(HAS_MASK_TILES ? consumer.run_is_inner : consumer.is_inner());
+  consumer.score_and_softmax(s, state, consumer.load_seen(seen_by_text), masked, AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
 }
@@ -84,7 +91,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   const auto v_ring = consumer.kv_ring;
   consumer.kv_ring.advance();
   typename C::Scores s;
-  const typename C::Seen seen = consumer.load_seen(masked);
+  const typename C::Seen seen = consumer.load_seen(consumer.load_seen_by_text(masked));
   consumer.begin_products();
   consumer.issue_qk(s);
   if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
@@ -100,11 +107,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   if constexpr (!C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
 }
 
-// The key tile after tile n, and whether a tile behind an inner one is inner, too.
-template <class C>
-__device__ __forceinline__ int next_n(const C& consumer) {
-  return HAS_MASK_TILES ? uniform(consumer.tile->next_n(consumer.n)) : consumer.n - 1;
-}
+// Whether a tile behind an inner one is inner, too.
 template <class C>
 __device__ __forceinline__ bool stays_inner(const C& consumer) {
   if constexpr (C::INNER_APART) return consumer.n >= consumer.n_begin && consumer.is_inner();
@@ -158,24 +161,36 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   consumer.open_order();
   if (!consumer.next_tile()) return;
   {  // the first S of the block runs with no other product beside it
+    const auto seen = load_first_seen(consumer);
     float s[BLOCK_N / 8][4];
     consumer.begin_products();
     consumer.issue_qk(s);
     consumer.end_products();
     wgmma_wait<0>();
-    begin_tile(consumer, s, p, acc_o, state);
+    begin_tile(consumer, s, p, acc_o, state, seen);
   }
 #pragma unroll 1
   for (;;) {
     // ---- the other key tiles: those on either edge of a window need the mask ----
     int& n = consumer.n;
+    if constexpr (HAS_MASK_TILES) {
 #pragma unroll 1
-    for (n = next_n(consumer); n >= consumer.n_begin;) {
+      for (consumer.seek_next(); n >= consumer.n_begin; consumer.seek(n)) {
 #pragma unroll 1
-      for (; n >= consumer.n_begin && !consumer.is_inner(); n = next_n(consumer))
-        step(consumer, p, acc_o, state, MASKED);
+        for (; n >= consumer.run_begin && !consumer.run_is_inner; --n)
+          step(consumer, p, acc_o, state, MASKED);
 #pragma unroll 1
-      for (; stays_inner(consumer); n = next_n(consumer)) step(consumer, p, acc_o, state, UNMASKED);
+        for (; n >= consumer.run_begin; --n) step(consumer, p, acc_o, state, UNMASKED);
+      }
+    } else {
+#pragma unroll 1
+      for (--n; n >= consumer.n_begin;) {
+#pragma unroll 1
+        for (; n >= consumer.n_begin && !consumer.is_inner(); --n)
+          step(consumer, p, acc_o, state, MASKED);
+#pragma unroll 1
+        for (; stays_inner(consumer); --n) step(consumer, p, acc_o, state, UNMASKED);
+      }
     }
 
     // ---- to the next query tile, whose first S runs beside the last O += P V of this one ----
@@ -191,7 +206,9 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     };
     if constexpr (decltype(consumer)::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
     float s[BLOCK_N / 8][4];
+    typename decltype(consumer)::SeenByText seen;
     const bool ready = consumer.enter_next_if_ready();
+    if (ready) seen = load_first_seen(consumer);
     consumer.begin_products();
     if (ready) {
       consumer.issue_pv(acc_o, p, v_ring);
@@ -206,11 +223,12 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       wgmma_wait<0>();
       write_o();
       if (!consumer.next_tile()) return;
+      seen = load_first_seen(consumer);
       consumer.begin_products();
       consumer.issue_qk(s);
       consumer.end_products();
       wgmma_wait<0>();
     }
-    begin_tile(consumer, s, p, acc_o, state);
+    begin_tile(consumer, s, p, acc_o, state, seen);
   }
 }

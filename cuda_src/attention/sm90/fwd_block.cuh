@@ -18,6 +18,10 @@ __device__ __forceinline__ NamedBarrier order_of_group(int group) {
   return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::ORDER_OF_GROUP_0) + group);
 }
 
+// The next tile is chosen when this number of key tiles of the current one is still to be loaded:
+// late, so that the work is divided evenly among the blocks, but early enough for its first loads.
+constexpr int LOOK_AHEAD = 3;
+
 // The record of a query tile, which the scheduler writes for all roles. m_rows = 0 ends the work of
 // the block. Every key tile in its range is visited.
 struct EveryFwdTile {
@@ -52,7 +56,8 @@ struct EveryFwdTile {
 
   __device__ void skip_empty(const FlashFwdParams&, int) {}
   __device__ int next_n(int n) const { return n - 1; }  // the key tile after this one
-  __device__ bool is_full(int) const { return true; }   // no mask of a text hides any of it
+  // The key tile at which the next query tile is chosen.
+  __device__ int almost_last() const { return min(n_range.end - 1, n_range.begin + LOOK_AHEAD); }
   __device__ int key_tile(int n) const { return n; }
 
   // Whether key tile n has keys on both sides of the diagonal.
@@ -72,14 +77,23 @@ struct EveryFwdTile {
 // The record where the mask of a text leaves key tiles empty, which are not visited.
 struct SeenFwdTile : EveryFwdTile {
   TileRow row;
+  int almost;
+
+  __device__ void locate(const FlashFwdParams& params, Tile tile, int block_m, int block_n) {
+    tile.block = row_by_work(params, tile.batch, tile.block);
+    EveryFwdTile::locate(params, tile, block_m, block_n);
+  }
 
   // Leaves out the empty tiles in front and at the end.
   __device__ void skip_empty(const FlashFwdParams& params, int block_m) {
     row.locate(params, batch, m_begin / block_m);
     row.tighten(n_range);
+    almost = n_range.begin;
+    for (int i = 0; i < LOOK_AHEAD && almost < n_range.end - 1; ++i)
+      almost = row.first_from(almost + 1, n_range.end);
   }
   __device__ int next_n(int n) const { return row.last_up_to(n - 1); }
-  __device__ bool is_full(int n) const { return row.is_full(n); }
+  __device__ int almost_last() const { return almost; }
 };
 
 // The record where scores may fall with the distance from the diagonal. The tile on the diagonal is
@@ -105,8 +119,7 @@ template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int Q_STAG
           BiasKind BIAS, bool FROM_DIAGONAL_>
 struct FwdLayout {
   static constexpr bool FROM_DIAGONAL = FROM_DIAGONAL_ && !HAS_MASK_TILES;
-  static constexpr bool INNER_APART =  // inner tiles may have others between them
-      FROM_DIAGONAL_ || HAS_MASK_TILES;
+  static constexpr bool INNER_APART = FROM_DIAGONAL_;  // inner tiles may have others between them
   using Tile =
       typename Choose<HAS_MASK_TILES, SeenFwdTile,
                       typename Choose<FROM_DIAGONAL, TurnedFwdTile, EveryFwdTile>::Type>::Type;
@@ -138,10 +151,6 @@ struct FwdLayout {
     return smem + BIAS_OFFSET + (group * BIAS_STAGES + stage) * TileBias::BYTES;
   }
 };
-
-// The next tile is chosen when this number of key tiles of the current one is still to be loaded:
-// late, so that the work is divided evenly among the blocks, but early enough for its first loads.
-constexpr int LOOK_AHEAD = 3;
 
 // The scheduler is one tile ahead of the lane that loads Q, which is at most Q_STAGES (2) tiles
 // ahead of the consumers and of the O that it stores itself.
@@ -249,7 +258,7 @@ __device__ __forceinline__ void load_fwd_keys(const FlashFwdSm90Params& params,
     };
     const int n_begin = tile.n_range.begin;
     int n = tile.n_range.end - 1;
-    const int n_almost = HAS_MASK_TILES ? n : min(n, n_begin + LOOK_AHEAD);
+    const int n_almost = tile.almost_last();
     load(typename L::TileK(), k, smem + L::K_OFFSET, shared.k, k_ring, n);
 #pragma unroll 1
     for (; n > n_begin; HAS_MASK_TILES ? n = tile.next_n(n) : --n) {

@@ -18,9 +18,10 @@ struct FwdConsumer {
   using Scores = float[L::BLOCK_N / 8][4];
   using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
   using Output = float[L::HEAD_DIM_V / 8][4];
+  using SeenByText = SeenScores<L::BLOCK_N / 8>;
   struct Seen {
     SeenKeys<Options::BIAS, L::BLOCK_N / 8> keys;
-    SeenScores<L::BLOCK_N / 8> scores;
+    SeenByText scores;
   };
   static constexpr bool INNER_APART = L::INNER_APART;
 
@@ -38,6 +39,9 @@ struct FwdConsumer {
   const typename L::Tile* tile;
   int n;  // counts the key tiles down; key_tile() is the one whose scores come next, or came last
   int n_begin, inner_begin, inner_end;
+  // With the mask of a text: tiles [run_begin, n] are all inner, or all have to be masked.
+  int run_begin;
+  bool run_is_inner;
   Ring<L::KV_STAGES> kv_ring;  // the place of K; V follows one tile behind, in the same stages
 
   __device__ FwdConsumer(const FlashFwdSm90Params& params, FwdShared<L>& shared, uint32_t smem)
@@ -101,16 +105,19 @@ struct FwdConsumer {
 
   // ---- score and softmax ----
 
-  // Loads the masks of tile n. A load before a wait is complete when the scores are.
-  __device__ __forceinline__ Seen load_seen(bool masked) const {
-    Seen seen = {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, {}};
+  // Load the masks of tile n. A load before a wait is complete when the scores are.
+  __device__ __forceinline__ SeenByText load_seen_by_text(bool masked) const {
+    SeenByText scores;
     if constexpr (HAS_MASK_TILES) {
       if (masked) {
-        seen.scores.template load<false>(params.base, *tile, n, warp_row / 16,
-                                         tile->m_begin + warp_row, key_tile() * L::BLOCK_N);
+        scores.template load<false>(params.base, *tile, n, warp_row / 16, tile->m_begin + warp_row,
+                                    key_tile() * L::BLOCK_N);
       }
     }
-    return seen;
+    return scores;
+  }
+  __device__ __forceinline__ Seen load_seen(const SeenByText& scores) const {
+    return {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, scores};
   }
 
   // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
@@ -246,15 +253,29 @@ struct FwdConsumer {
     n_begin = uniform(range.begin);
     inner_begin = uniform(range.inner_begin);
     inner_end = uniform(range.inner_end);
+    if constexpr (HAS_MASK_TILES) seek(n);
+  }
+
+  // Goes on to the run that ends with the last key tile up to this one which is visited. The steps
+  // within a run look at no bits.
+  __device__ __forceinline__ void seek(int last) {
+    const TileRun run =
+        tile->row.run_up_to(last, TileRange{n_begin, last + 1, inner_begin, inner_end});
+    n = uniform(run.last);
+    run_is_inner = !uniform(run.masked) && is_inner();
+    run_begin = Options::ALIBI_IS_LINE ? n : uniform(run.begin);
+  }
+  __device__ __forceinline__ void seek_next() {
+    if (--n < run_begin) seek(n);
   }
 
   __device__ __forceinline__ int key_tile() const {
     return L::FROM_DIAGONAL ? uniform(tile->key_tile(n)) : n;
   }
 
-  // Whether no score of the key tile is masked, and ALiBi, if there is one, is linear there.
+  // Whether no score of the key tile is masked but by the mask of a text, and ALiBi, if there is
+  // one, is linear there.
   __device__ __forceinline__ bool is_inner() const {
-    if (HAS_MASK_TILES && !uniform(tile->is_full(n))) return false;
     if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(key_tile())))
       return false;
     return is_inside();

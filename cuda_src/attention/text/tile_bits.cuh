@@ -11,11 +11,31 @@
 struct MaskTileBits {
   const uint32_t* bits;
   const uint32_t* places;
-  int batch_words;  // of "some" of a sequence
+  int batch_words;  // of "some" of a sequence; 0: all have those of the first one
   int words;
   int word_places;
   int place_words;      // the size of a place
-  uint8_t padding[32];  // 64 bytes in all
+  // For each sequence its rows by their number in TileOrder, from the shortest to the longest
+  // (mask_order.cu). Null where sequences have lengths of their own, which are in order themselves.
+  const int* order;
+  int batch_rows;       // from one sequence to the next; 0: all have the rows of the first one
+  uint8_t padding[20];  // 64 bytes in all
+};
+
+// The number in TileOrder of the row of which it has the place. Params is the argument of the
+// kernel, which begins with a MaskTileBits.
+template <class Params>
+__device__ int row_by_work(const Params& params, int batch, int place) {
+  const MaskTileBits& tiles = reinterpret_cast<const MaskTileBits&>(params);
+  return tiles.order ? tiles.order[int64_t(batch) * tiles.batch_rows + place] : place;
+}
+
+// Tiles [begin, last] of a row, in which the mask is applied to all or to none. `last` is -1 if there is
+// none.
+struct TileRun {
+  int begin;
+  int last;
+  bool masked;
 };
 
 // A row of tiles, as the record of a block's tile has it.
@@ -43,6 +63,20 @@ struct TileRow {
       bits = some[word];
     }
     return word * 32 + 31 - __clz(bits);
+  }
+
+  // The run that ends with the last tile up to this one that has the bit "some", of tiles that are
+  // alike and have bits in one word. A full tile that the range has masked is a run of its own.
+  template <class Range>
+  __device__ TileRun run_up_to(int tile, const Range& range) const {
+    tile = last_up_to(tile);
+    if (tile < range.begin) return {0, -1, true};
+    const uint32_t all = some[words + tile / 32];
+    const bool full = all >> tile % 32 & 1, masked = !full || range.needs_mask(tile);
+    if (full && masked) return {tile, tile, true};
+    const uint32_t alike = full ? all : some[tile / 32] & ~all;
+    const int begin = tile + 1 - __clz(~(alike << (31 - tile % 32)));
+    return {max(begin, full ? max(range.begin, range.inner_begin) : range.begin), tile, masked};
   }
 
   // The first tile from this one on that has it, or `end`.

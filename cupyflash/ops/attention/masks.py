@@ -5,7 +5,7 @@ holds the address of the bias and a bit for each key (``cuda_src/attention/mask_
 
 A kernel that skips what the mask of a text hides gets two bits for each of its tiles, and a bit for
 each score of partial tiles (``cuda_src/attention/text/tile_bits.cuh``): the mask is evaluated once
-for each of its elements.
+for each of its elements. A second launch sorts the rows of tiles by their work.
 """
 
 import ctypes
@@ -24,7 +24,8 @@ from .score_text.tiles import FoundTiles
 
 record_structs = header("attention/mask_record.cu")
 tile_structs = header("attention/text/mask_tiles.cu")
-pack_bits = struct.Struct("QQiiii32x").pack  # MaskTileBits of tile_bits.cuh
+order_structs = header("attention/text/mask_order.cu")
+pack_bits = struct.Struct("QQiiiiQi20x").pack  # MaskTileBits of tile_bits.cuh
 PLACES_BYTES = 2**27  # at most, of the bits of partial tiles; the scores of 32768 x 32768
 WORD_TILES, FRAGMENT_ROWS, LANES = 32, 16, 32
 LENGTHS = [
@@ -117,6 +118,16 @@ class MaskTilesKernel(AttentionKernel):
         return fragments * words * LANES
 
 
+@dataclasses.dataclass(frozen=True)
+class MaskOrderKernel(AttentionKernel):
+    """A block sorts the rows of tiles of a sequence; ``by_keys`` as in `MaskTilesKernel`."""
+
+    source: ClassVar[str] = "attention/text/mask_order.cu"
+
+    by_keys: bool
+    num_warps: int = 32
+
+
 def finder_of(main: KernelConfig) -> MaskTilesKernel:
     """The kernel that finds the bits of the tiles of another, which has a text."""
     by_keys = main.tiles_of == "k"
@@ -138,14 +149,21 @@ class MaskTilesLaunch:
         all_words, place_words = sequences * rows * words, config.place_words
         places = min(columns, WORD_TILES, PLACES_BYTES // (4 * place_words * all_words))
         self.bits_bytes = 4 * 2 * all_words
-        self.size = 2 * all_words + all_words * places * place_words
+        self.order_at = self.bits_bytes + 4 * all_words * places * place_words
+        all_rows = 0 if problem.has_own_lengths else sequences * rows
+        self.order_bytes = 4 * all_rows
+        self.size = self.order_at // 4 + 2 * all_rows
         self.key = (config, problem.device, shape.batch, shape.seqlen_q, shape.seqlen_k)
-        batch_words = rows * words if sequences > 1 else 0
+        batch_words, self.batch_rows = (rows * words, rows) if sequences > 1 else (0, 0)
         self.rest = (batch_words, words, places, place_words)
         params = tile_structs.MaskTilesParams(
             shape=shape, rows=rows, words=words, word_places=places
         )
         self.launch = AttentionLaunch(config, problem, params, all_words)
+        self.sort = None
+        if all_rows:
+            order = order_structs.MaskOrderParams(rows=rows, words=words)
+            self.sort = Launch(MaskOrderKernel(config.by_keys), problem.device, sequences, order)
 
     def __call__(
         self,
@@ -171,7 +189,12 @@ class MaskTilesLaunch:
         lengths = [extras[x] for x in LENGTHS] if extras else NO_LENGTHS
         argument = self.launch.argument(address, places, *lengths)
         self.launch.start(stream, self.launch.with_captures(argument, captures))
-        bits = memory, pack_bits(address, places, *self.rest)
+        order = 0
+        if self.sort:
+            order = address + self.order_at
+            work = order + self.order_bytes
+            self.sort.start(stream, self.sort.argument(address, work, order))
+        bits = memory, pack_bits(address, places, *self.rest, order, self.batch_rows)
         if found is not None:
             found.put(self.key, at, bits)
         return bits

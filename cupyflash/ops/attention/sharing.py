@@ -33,6 +33,9 @@ MOST_SECTION_TILES = {"q": 2.7, "k": 1.6}
 # Where blocks that add in turns all begin with the last queries, at least so many heads run side by
 # side, because the blocks of fewer heads would wait for each other.
 TURN_HEADS = 8
+# With the mask of a text, at least so many heads run side by side. Of one head alone, the longest
+# tile may take longer than a multiprocessor's share of all its tiles, and the launch ends with it.
+MASK_HEADS = 2
 # For `choose`, more tiles than these for each multiprocessor are many.
 MANY = 4
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # blocks that may share the keys of a tile
@@ -118,8 +121,9 @@ def heads_per_section(
 ) -> int:
     """The number of heads that run side by side, longest tiles first: see tile_order.cuh.
 
-    Only tiles of unequal length need it, under a causal mask without a window to the left; and
-    blocks that add in turns (``in_turns``), where those of one head wait for each other.
+    Only tiles of unequal length need it, under a causal mask without a window to the left or
+    under the mask of a text; and blocks that add in turns (``in_turns``), where those of one head
+    wait for each other.
 
     Args:
         tensors: of whose rows of one head its blocks read all again and again; one in float32
@@ -130,7 +134,7 @@ def heads_per_section(
         walks_up: blocks walk from the first query to the last.
     """
     shape = problem.shape
-    if not (problem.is_causal or in_turns):
+    if not (problem.is_causal or in_turns or config.tiles):
         return 1
     of_keys = config.tiles_of == "k"
     heads = shape.batch * (shape.heads_kv * shares if of_keys else shape.heads_q)
@@ -144,6 +148,8 @@ def heads_per_section(
         fitting = max(1, min(fitting, int(most * heads / num_tiles(config, problem, shares))))
     if in_turns and not walks_up:
         least = max(least, min(heads, TURN_HEADS))
+    if config.tiles:
+        least = max(least, min(heads, MASK_HEADS))
     fitting = max(fitting, least)
     # A power of two, so that sections of the usual head counts come out even, which is worth 7 %.
     power = 1 << (fitting.bit_length() - 1)

@@ -8,7 +8,7 @@ from ....runtime.config import KernelConfig
 from ....runtime.gpu import HALF, Capability, architecture
 from ..kernels import each_once
 from ..kind import KEY_MASK, SHORT, Access, Features, Kind
-from ..masks import finder_of
+from ..masks import MaskOrderKernel, finder_of
 from ..sm80.backend import BIASES
 from . import boolean_bias
 from .backward import backward as backward
@@ -80,6 +80,7 @@ def configurations(capability: Capability) -> Iterator[KernelConfig]:
         Features(*x, short, paged=True)
         for *x, short in itertools.product(both, both, both, (0, len(SHORT)))
     ]
+    yield from (MaskOrderKernel(by_keys) for by_keys in both)
     yield from each_once(
         kernels(Kind(*problem, capability), backward=x)
         for *problem, x in itertools.product(HALF, FORWARD_TILES, features, both)
