@@ -144,7 +144,8 @@ def _call(
     elif error is not None:
         with shard.failures.reported(FUNCTION):
             raise error
-    out, lse = moved(q, k, v, shard, call, extras, (captures, found), return_lse)
+    with shard.failures.reported(FUNCTION):  # what it computes between collectives may raise, too
+        out, lse = moved(q, k, v, shard, call, extras, (captures, found), return_lse)
     if sharding is None:
         return out, lse
     return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)

@@ -86,7 +86,7 @@ def test_shards_of_other_lengths(two):
         assert first.startswith(f"{kind}: parallel.Shard: rank 1: ")
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "leaves", "absent"])
+@pytest.mark.parametrize("where", ["forward", "backward", "heads", "leaves", "absent"])
 def test_a_rank_that_fails(where):
     """All ranks raise soon, with the number of the rank; one that is absent has a timeout."""
     timeout = SHORT if where == "absent" else TIMEOUT
@@ -98,5 +98,8 @@ def test_a_rank_that_fails(where):
     if where in ("forward", "backward"):
         assert second[0] == "MemoryError: no room"
         assert "rank 1 raised MemoryError: no room" in text
+    elif where == "heads":
+        assert second[0].startswith("IndexError: cupyflash: table is read outside of its axis 0")
+        assert f"rank 1 raised {second[0]}" in text
     else:
         assert "rank 1 has left or does not answer" in text
