@@ -48,6 +48,7 @@ def hopper(card: Card = HOPPER, load: Callable[[Any, int], Any] = nothing) -> It
         change(torch.Tensor, "is_cuda", property(lambda self: self.device.type == "cpu"))
         change(library, "view", lambda self, x: view(self, x)._replace(device=0))
         change(library, "device", lambda self, x: 0)
+        change(library, "gpu_allocator", lambda self: torch._C._dynamo.guards._empty_strided_cpu)
         change(library, "stream", lambda self, device: torch_library.raw_stream(0))
         change(cupy.cuda, "Device", _device(card))
         change(cupy.cuda.runtime, "getDevice", lambda: 0)

@@ -71,9 +71,11 @@ class Library:
         """The strides (in elements) of a result that belongs to ``like``; C order."""
         return dense_strides(shape, range(len(shape)))
 
-    def allocator(self, shape: tuple, strides: tuple, like: View) -> Callable[[Array], Array]:
-        """A function that is `empty` for arrays of the view ``like``."""
-        return lambda x: self.empty(shape, strides, x)
+    def allocator(self, shape: tuple, strides: tuple, of: View, float32: bool = False) -> Callable:
+        """A function that is `empty`, or `empty_float32`, for arrays of the view ``of``."""
+        if float32:
+            return functools.partial(self.empty_float32, shape)
+        return functools.partial(self.empty, shape, strides)
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()
@@ -117,7 +119,6 @@ class NumpyLibrary(Library):
         return x.copy()
 
     def seed(self, value: int, like: Array) -> Array:
-        """An int64 array of one element."""
         return numpy.array([value], numpy.int64)
 
     def random_seed(self, like: Array) -> Array:
@@ -245,7 +246,6 @@ class CupyLibrary(Library):
 
     @_on_its_device
     def cast(self, x: Array, like: Array) -> Array:
-        """x in the dtype of ``like``; itself if it has that."""
         return x.astype(like.dtype, copy=False)
 
     @_on_its_device

@@ -176,6 +176,7 @@ def recording(card: Card) -> Iterator[Recorder]:
         for function in changed:
             change(TorchLibrary, function.__name__, function)
         change(TorchLibrary, "empty_strided", empty)
+        change(TorchLibrary, "gpu_allocator", lambda library: None)
         change(jit, "load", made.load)
         change(TensorMapSpec, "encode", lambda spec, pointer: made.encode(spec, pointer))
         change(data, "random", _uninitialised)

@@ -1,6 +1,9 @@
-"""How many plans are kept: the latest ones, and of packed sequences few (no GPU needed)."""
+"""How many plans are kept, and on which GPU they allocate (no GPU needed)."""
 
 import concurrent.futures
+import types
+
+import pytest
 
 from cupyflash.runtime.operation import Plans
 
@@ -24,3 +27,26 @@ def test_threads_that_keep_plans():
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(fill, range(8)))
     assert len(plans) == 5
+
+
+@pytest.mark.parametrize("float32", (False, True))
+@pytest.mark.parametrize("current", (-1, 1))
+def test_results_are_on_the_gpu_of_the_input(monkeypatch, current, float32):
+    """torch's current GPU may not be CUDA's, on which plans run."""
+    torch = pytest.importorskip("torch")
+    from cupyflash.runtime.torch_library import TorchLibrary
+
+    made = []
+
+    def on_gpu(shape, strides, dtype):
+        assert type(shape) is type(strides) is tuple
+        made.append(torch.empty_strided(shape, strides, dtype=dtype))
+        return made[-1] if current == -1 else types.SimpleNamespace(get_device=lambda: current)
+
+    monkeypatch.setattr(TorchLibrary, "gpu_allocator", lambda self: on_gpu)
+    library, x = TorchLibrary(), torch.empty(3, 2, dtype=torch.float16).T
+    view = library.view(x)._replace(device=0)
+    result = library.allocator(x.shape, (3, 1), view, float32)(x)
+    assert (result is made[0]) == (current == -1)
+    assert result.dtype == (torch.float32 if float32 else torch.float16)
+    assert result.shape == x.shape and result.stride() == (3, 1) and result.get_device() == -1

@@ -88,13 +88,14 @@ class ForwardPlan(PassPlan):
         # padded. So its strides do not depend on the kernel.
         self.columns_v = problem.head_dims[1] if problem.needs_padding else None
         self.empty_out = library.allocator(q.shape, out_strides, q)
-        self.lse_shape, self.lengths = problem.lse_shape, problem.extras.lengths
+        self.empty_lse = _allocator_float32(library, problem.lse_shape, q)
+        self.lengths = problem.extras.lengths
 
     def prepared(self, like: Array, pointers: list[int], need_lse: bool) -> Prepared:
         """Out and LSE, allocated as ``like`` is; pointers of q, k, v and perhaps of `Extras`."""
         library = self.library
         out = self.empty_out(like)
-        lse = library.empty_float32(self.lse_shape, like) if need_lse else None
+        lse = self.empty_lse(like) if need_lse else None
         if self.lengths:  # rows that the kernels leave alone
             library.fill(out, 0)
             if need_lse:
@@ -116,6 +117,7 @@ class BackwardPlan(PassPlan):
         self,
         problem: Problem,
         library: Any,
+        q: View,
         gradients: list[Callable[[Array], Array]],
         wanted: Wanted,
         work: Pass,
@@ -124,7 +126,7 @@ class BackwardPlan(PassPlan):
         shape, extras = problem.shape, problem.extras
         self.empty_dq, self.empty_dk, self.empty_dv = gradients
         *sizes, self.semaphores = work.scratch  # one allocation, and one of zeros if need be
-        self.scratch_shape = (sum(sizes) // 4,)
+        self.empty_scratch = _allocator_float32(library, (sum(sizes) // 4,), q)
         self.offsets = tuple(itertools.accumulate(sizes[:-1], initial=0))
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
         self.dbias_shape = None if wanted.bias is None else extras.bias.shape
@@ -157,7 +159,7 @@ class BackwardPlan(PassPlan):
         if self.fills:
             for gradient in (dq, dk, dv):
                 library.fill(gradient, 0)
-        scratch = library.empty_float32(self.scratch_shape, q)
+        scratch = self.empty_scratch(q)
         semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
         start = pointer(scratch)
         lse_log2, delta, dq_accum, partial = self.offsets
@@ -199,6 +201,10 @@ def has_no_order(problem: Problem, wanted: Wanted, work: Pass) -> bool:
     """Whether the gradient of a bias is a sum of atomics."""
     added = wanted.bias is not None and work.launches and not work.bias_gradient
     return bool(added and problem.shape.seqlen_k and problem.bias_is_broadcast)
+
+
+def _allocator_float32(library: Any, shape: tuple[int, ...], like: View) -> Callable:
+    return library.allocator(shape, dense_strides(shape, range(len(shape))), like, float32=True)
 
 
 def _zeros_float32(library: Any, shape: tuple[int, ...], like: Array) -> Array:

@@ -75,7 +75,7 @@ def backward_plan(
         backend, kind, card, tile = _serving(function, problem, tile, backward=True)
         work = backend.backward(problem, kind, card, wanted, tile)
         refuse_unordered(function, problem, wanted, work, deterministic)
-    return BackwardPlan(problem, library, gradients, wanted, work)
+    return BackwardPlan(problem, library, views["q"], gradients, wanted, work)
 
 
 def refuse_unordered(

@@ -129,6 +129,8 @@ def _autocast(arrays: tuple) -> tuple[Tensor | None, ...]:
 
 def _cast(x: Tensor | None, dtype: torch.dtype, extra: int) -> Tensor | None:
     """x as autocast casts it; ``extra`` is its place in `Extras`, negative for q, k and v."""
-    if x is None or (extra >= 0 and (extra not in (BIAS, SINKS) or x.dtype == torch.float32)):
+    if x is None or x.dtype == dtype:
+        return x
+    if extra >= 0 and (extra not in (BIAS, SINKS) or x.dtype == torch.float32):
         return x
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
