@@ -42,6 +42,7 @@ ROW = 4096
         (masked(expanded(1, 16, *WHOLE, strides=(0, 0, ROW, 1))), True),
         (masked(expanded(1, 1, *WHOLE, strides=(0, 0, 1, ROW))), True),
         (masked(4096, 1), True),
+        (masked(*WHOLE, head_dim=136), False),
         # Heads with masks of their own, keys that all queries see, a bias that is added.
         (masked(16, *WHOLE), False),
         (masked(1, 4096), False),
@@ -68,7 +69,7 @@ def test_rule(problem, expected):
 def test_every_kernel_is_listed():
     """What calls launch is what `configurations` has for the tests of registers."""
     listed = set(backend.configurations((9, 0)))
-    for head_dim in (32, 64, 72, 128, 160, 256):
+    for head_dim in (32, 64, 72, 128):
         problem = masked(*WHOLE, head_dim=head_dim)
         kind = boolean_bias.as_text(problem).kind((9, 0))
         mains = [backend.forward_kernels(kind)[0], backend.backward_kernels(kind)[1]]
@@ -77,7 +78,7 @@ def test_every_kernel_is_listed():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", (32, 64, 96, 128, 192, 256) if is_hopper() else (64, 128, 256))
+@pytest.mark.parametrize("head_dim", (32, 64, 96, 128) if is_hopper() else (64, 128))
 def test_registers(head_dim):
     """A built-in tile is taken without a look at what the compiler makes of it."""
     if 90 not in compiler.supported_archs():
@@ -121,7 +122,8 @@ def test_sequences_share_tiles(name, monkeypatch):
     main = backend.forward_kernels(problem.kind(HOPPER.capability))[0]
     finder = MaskTilesLaunch(problem, main)
     of_sequence = 32 * (2 + WORD_TILES * 128 * 128 // 32)  # 32 rows of a word of tiles
-    assert finder.size == of_sequence * (1 if name in SHARED else 3)
+    order = 2 * 32  # of these rows, and their work
+    assert finder.size == (of_sequence + order) * (1 if name in SHARED else 3)
     assert (finder.rest[0] == 0) == (name in SHARED)
     lengths = dataclasses.replace(problem.extras, lengths=True)
     apart = MaskTilesLaunch(dataclasses.replace(problem, extras=lengths), main)

@@ -181,8 +181,7 @@ struct BwdConsumer {
         const bool masked = uniform(run.masked);
         m = uniform(run.last);
 #pragma unroll 1
-        for (; m >= begin; --m)
-          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, masked);
+        for (; m >= begin; --m) step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, masked);
       }
     } else if constexpr (L::WALKS_UP) {
 #pragma unroll 1

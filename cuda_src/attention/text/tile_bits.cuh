@@ -14,7 +14,7 @@ struct MaskTileBits {
   int batch_words;  // of "some" of a sequence; 0: all have those of the first one
   int words;
   int word_places;
-  int place_words;      // the size of a place
+  int place_words;  // the size of a place
   // For each sequence its rows by their number in TileOrder, from the shortest to the longest
   // (mask_order.cu). Null where sequences have lengths of their own, which are in order themselves.
   const int* order;
@@ -30,8 +30,8 @@ __device__ int row_by_work(const Params& params, int batch, int place) {
   return tiles.order ? tiles.order[int64_t(batch) * tiles.batch_rows + place] : place;
 }
 
-// Tiles [begin, last] of a row, in which the mask is applied to all or to none. `last` is -1 if there is
-// none.
+// Tiles [begin, last] of a row, in which the mask is applied to all or to none. `last` is -1 if
+// there is none.
 struct TileRun {
   int begin;
   int last;

@@ -48,7 +48,7 @@ def kernels(kind: Kind, *, backward: bool) -> Iterator[KernelConfig]:
     for features in (kind.features, *narrow):
         of_width = kind._replace(features=features)
         yield from _backward_kernels(of_width) if backward else forward_kernels(of_width)
-    if boolean_bias.can_be_text(kind.features):
+    if kind.head_dim <= boolean_bias.MOST_HEAD_DIM and boolean_bias.can_be_text(kind.features):
         features = boolean_bias.features_as_text(kind.features)
         yield from _kernels_with_tiles(kind._replace(features=features), backward)
 

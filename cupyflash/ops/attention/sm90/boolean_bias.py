@@ -2,8 +2,8 @@
 
 A kernel that takes a Boolean bias reads it for each head anew. For a text one launch before the
 pass reads it once for all heads (masks.py), at every call: then empty tiles are skipped, and a lane
-reads the bits of 64 scores with two loads. On an H100 the kernels of a dense array of 16384 x 16384
-take 0.60 of the time in the forward and 0.63 in the backward (bench/notes/scores.md).
+reads the bits of 64 scores with two loads. On an H200 calls of 512 tokens and more take 0.63 to 0.76
+of the time in the forward and 0.59 to 0.85 in the backward (bench/notes/scores.md).
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ TEXT = Text("", "seen__(batch, query, key) != 0", (SEEN,))
 LEAST_HEADS = 8
 # Of all heads together: from here on that saving exceeds the time of a launch.
 LEAST_SCORES = 2**27
+MOST_HEAD_DIM = 128  # wider ones were not timed
 # So many bits of a mask, in whole tiles of TILE rows and columns, all have places: words of 64
 # columns and of 32 tiles take up to four times as many. A tile without a place is slow.
 TILE, MOST_BITS = 128, 8 * PLACES_BYTES // 4
@@ -39,7 +40,7 @@ def is_text(problem: Problem) -> bool:
     All heads must share it.
     """
     shape, bias, features = problem.shape, problem.extras.bias, problem.features
-    if not can_be_text(features) or bias.strides[1]:
+    if not can_be_text(features) or shape.head_dim > MOST_HEAD_DIM or bias.strides[1]:
         return False
     scores = shape.batch * shape.heads_q * shape.seqlen_q * shape.seqlen_k
     many = shape.heads_q >= LEAST_HEADS and scores >= LEAST_SCORES
