@@ -11,6 +11,7 @@ import torch
 from torch._library import autograd
 
 from .loaded import untraced
+from .torch_calls import refuse_batched
 
 OPERATORS = torch.library.Library("cupyflash", "FRAGMENT")
 BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -43,15 +44,21 @@ def register_fake(operator: Any) -> Callable[[Callable], Callable]:
 
 
 def register_autograd(
-    operator: Any, backward: Callable, setup_context: Callable | None = None
+    operator: Any,
+    backward: Callable,
+    setup_context: Callable | None = None,
+    several: bool = False,
 ) -> None:
     """Gives an operator a derivative, as ``torch.library.register_autograd`` says.
 
     In a compiled training step nothing requires a gradient and nothing stands between autograd and
     the kernel. Then the kernel is called at once, without the way back through the dispatcher,
     which converts all arguments again.
+
+    Args:
+        several: the derivative takes several gradients at once, of operations of torch alone.
     """
-    name = operator.name()
+    name, backward = operator.name(), backward if several else _of_one(backward)
     try:
         derivative = autograd.make_autograd_impl(operator, autograd.Info(backward, setup_context))
         below, requires_grad = torch._C._after_autograd_keyset, torch._C._any_requires_grad
@@ -71,6 +78,17 @@ def register_autograd(
         return derivative(keys, *arguments)
 
     OPERATORS.impl(name.partition("::")[2], untraced(call), "Autograd", with_keyset=True)
+
+
+def _of_one(backward: Callable) -> Callable:
+    """The derivative for one gradient at a time; for several torch would miss a rule."""
+
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        for x in gradients:
+            refuse_batched(*(x if isinstance(x, list | tuple) else (x,)))
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 def register_vmap(operator: Any, rule: Callable) -> None:

@@ -13,10 +13,12 @@ from arrays import broadcast, integers, normal, stored
 from block_stacks import CASE, Case, lengths_of, make, weights
 from devices import memory
 from matrix import covering, each_case, each_library, libraries
+from targets import CPU_TARGETS
 from wrong_calls import FLAG, INTEGER, NOT_IN_FLOAT32, NUMBER, array, check_refused
 
 import cupyflash
 from cupyflash import BlockStack, BlockWeights, transformer_block
+from cupyflash.ops.block import checks
 from cupyflash.ops.block import plan as stack_plan
 from cupyflash.ops.block import stack as stacks
 from cupyflash.runtime.overlap import Written
@@ -284,6 +286,19 @@ def test_bad_stack(target):
     wide = dataclasses.replace(CASE, heads=31, hidden=8, layers=1, max_length=1)
     with pytest.raises(NotImplementedError, match="^BlockStack: width.*1920, got 1984"):
         make(target, wide).stack()
+
+
+def test_rows_of_the_tables(monkeypatch):
+    """The kernel counts them in 32 bits; a bound of a thousand, as such tables take 32 GiB."""
+    monkeypatch.setattr(checks, "MAX_ROWS", 1000)
+    problem = make(CPU_TARGETS[0], CASE)
+    problem.stack(**problem.ends)
+    # Both tables of tokens have as many rows.
+    for names in (("head_weight", "token_embedding"), ("position_embedding",)):
+        long = numpy.resize(problem.ends[names[0]], (1001, CASE.heads * CASE.head_dim))
+        match = f"^BlockStack: rows of {names[0]} must be from 0 to 1000, got 1001"
+        with pytest.raises(ValueError, match=match):
+            problem.stack(**problem.ends | dict.fromkeys(names, long))
 
 
 @each_library(library="torch")

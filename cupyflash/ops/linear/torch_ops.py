@@ -107,7 +107,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(results)
 
 
-register_autograd(linear, _backward, setup_context=_setup)
+register_autograd(linear, _backward, setup_context=_setup, several=True)
 
 
 @operator(
@@ -154,4 +154,4 @@ def _gradient_of_rotate(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None, None, None, None, None
 
 
-register_autograd(rotate, _gradient_of_rotate, setup_context=_setup_rotate)
+register_autograd(rotate, _gradient_of_rotate, setup_context=_setup_rotate, several=True)
