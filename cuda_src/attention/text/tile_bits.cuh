@@ -14,7 +14,7 @@ struct MaskTileBits {
   int batch_words;  // of "some" of a sequence
   int words;
   int word_places;
-  int place_words;      // the size of a place
+  int place_words;  // the size of a place
   // For each sequence its rows by their number in TileOrder, from the shortest to the longest
   // (mask_order.cu). Null where sequences have lengths of their own, which are in order themselves.
   const int* order;
@@ -30,8 +30,8 @@ __device__ int row_by_work(const Params& params, int batch, int place) {
   return tiles.order ? tiles.order[int64_t(batch) * tiles.rows + place] : place;
 }
 
-// Tiles [begin, last] of a row, in which the mask is applied to all or to none. `last` is -1 if there is
-// none.
+// Tiles [begin, last] of a row, in which the mask is applied to all or to none. `last` is -1 if
+// there is none.
 struct TileRun {
   int begin;
   int last;
@@ -87,6 +87,14 @@ struct TileRow {
       if (bits == 0) tile |= 31;  // no more in this word
     }
     return end;
+  }
+
+  // The tile with the bit that has so many others in front of it in the range, or the last one.
+  template <class Range>
+  __device__ int some_behind(const Range& range, int others) const {
+    int tile = range.begin;
+    for (; others > 0 && tile < range.end - 1; --others) tile = first_from(tile + 1, range.end);
+    return tile;
   }
 
   __device__ bool is_full(int tile) const { return some[words + tile / 32] >> tile % 32 & 1; }
