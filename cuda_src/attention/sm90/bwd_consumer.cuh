@@ -179,9 +179,9 @@ struct BwdConsumer {
         const TileRun run = tile.row.run_up_to(m, tile.m_range);
         const int begin = uniform(run.begin);
         const bool masked = uniform(run.masked);
-        m = uniform(run.last);
 #pragma unroll 1
-        for (; m >= begin; --m) step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, masked);
+        for (m = uniform(run.last); m >= begin; --m)
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, masked);
       }
     } else if constexpr (L::WALKS_UP) {
 #pragma unroll 1

@@ -174,8 +174,9 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     // ---- the other key tiles: those on either edge of a window need the mask ----
     int& n = consumer.n;
     if constexpr (HAS_MASK_TILES) {
+      if (--n < consumer.run_begin) consumer.seek(n);
 #pragma unroll 1
-      for (consumer.seek_next(); n >= consumer.n_begin; consumer.seek(n)) {
+      for (; n >= consumer.n_begin; consumer.seek(n)) {
 #pragma unroll 1
         for (; n >= consumer.run_begin && !consumer.run_is_inner; --n)
           step(consumer, p, acc_o, state, MASKED);

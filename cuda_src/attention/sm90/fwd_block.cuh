@@ -37,7 +37,7 @@ struct EveryFwdTile {
 
   __device__ void locate(const FlashFwdParams& params, const Tile& tile, int block_m, int block_n) {
     sequence = load_sequence(params, tile.batch);
-    m_begin = tile.block * block_m;
+    m_begin = (HAS_MASK_TILES ? row_by_work(params, tile.batch, tile.block) : tile.block) * block_m;
     m_rows = min(block_m, sequence.seqlen_q - m_begin);
     n_range = key_tiles(sequence, m_begin, m_begin + m_rows, block_n);
     if (HAS_USER_SCORE && m_rows < block_m) n_range.inner_end = n_range.inner_begin;
@@ -54,7 +54,6 @@ struct EveryFwdTile {
     n_range.end = first + count * (split + 1) / num_splits;
   }
 
-  __device__ void skip_empty(const FlashFwdParams&, int) {}
   __device__ int next_n(int n) const { return n - 1; }  // the key tile after this one
   // The key tile at which the next query tile is chosen.
   __device__ int almost_last() const { return min(n_range.end - 1, n_range.begin + LOOK_AHEAD); }
@@ -79,18 +78,11 @@ struct SeenFwdTile : EveryFwdTile {
   TileRow row;
   int almost;
 
-  __device__ void locate(const FlashFwdParams& params, Tile tile, int block_m, int block_n) {
-    tile.block = row_by_work(params, tile.batch, tile.block);
-    EveryFwdTile::locate(params, tile, block_m, block_n);
-  }
-
   // Leaves out the empty tiles in front and at the end.
   __device__ void skip_empty(const FlashFwdParams& params, int block_m) {
     row.locate(params, batch, m_begin / block_m);
     row.tighten(n_range);
-    almost = n_range.begin;
-    for (int i = 0; i < LOOK_AHEAD && almost < n_range.end - 1; ++i)
-      almost = row.first_from(almost + 1, n_range.end);
+    almost = row.some_behind(n_range, LOOK_AHEAD);
   }
   __device__ int next_n(int n) const { return row.last_up_to(n - 1); }
   __device__ int almost_last() const { return almost; }

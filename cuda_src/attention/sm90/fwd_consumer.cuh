@@ -109,10 +109,9 @@ struct FwdConsumer {
   __device__ __forceinline__ SeenByText load_seen_by_text(bool masked) const {
     SeenByText scores;
     if constexpr (HAS_MASK_TILES) {
-      if (masked) {
+      if (masked)
         scores.template load<false>(params.base, *tile, n, warp_row / 16, tile->m_begin + warp_row,
                                     key_tile() * L::BLOCK_N);
-      }
     }
     return scores;
   }
@@ -256,8 +255,7 @@ struct FwdConsumer {
     if constexpr (HAS_MASK_TILES) seek(n);
   }
 
-  // Goes on to the run that ends with the last key tile up to this one which is visited. The steps
-  // within a run look at no bits.
+  // Goes on to the run that ends with the last visited key tile up to this one.
   __device__ __forceinline__ void seek(int last) {
     const TileRun run =
         tile->row.run_up_to(last, TileRange{n_begin, last + 1, inner_begin, inner_end});
@@ -265,16 +263,12 @@ struct FwdConsumer {
     run_is_inner = !uniform(run.masked) && is_inner();
     run_begin = Options::ALIBI_IS_LINE ? n : uniform(run.begin);
   }
-  __device__ __forceinline__ void seek_next() {
-    if (--n < run_begin) seek(n);
-  }
 
   __device__ __forceinline__ int key_tile() const {
     return L::FROM_DIAGONAL ? uniform(tile->key_tile(n)) : n;
   }
 
-  // Whether no score of the key tile is masked but by the mask of a text, and ALiBi, if there is
-  // one, is linear there.
+  // Whether only a text may mask scores of the key tile, and ALiBi, if any, is linear there.
   __device__ __forceinline__ bool is_inner() const {
     if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(key_tile())))
       return false;

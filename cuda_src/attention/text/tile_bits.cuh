@@ -89,6 +89,14 @@ struct TileRow {
     return end;
   }
 
+  // The tile with the bit that has so many others in front of it in the range, or the last one.
+  template <class Range>
+  __device__ int some_behind(const Range& range, int others) const {
+    int tile = range.begin;
+    for (; others > 0 && tile < range.end - 1; --others) tile = first_from(tile + 1, range.end);
+    return tile;
+  }
+
   __device__ bool is_full(int tile) const { return some[words + tile / 32] >> tile % 32 & 1; }
 
   // The bits of the scores of a partial tile, or null if it has no place.

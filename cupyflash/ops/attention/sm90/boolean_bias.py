@@ -2,8 +2,8 @@
 
 A kernel that takes a Boolean bias reads it for each head anew. For a text one launch before the
 pass reads it once for all heads (masks.py), at every call: then empty tiles are skipped, and a lane
-reads the bits of 64 scores with two loads. On an H200 calls of 512 tokens and more take 0.63 to 0.76
-of the time in the forward and 0.59 to 0.85 in the backward (bench/notes/scores.md).
+reads the bits of 64 scores with two loads. On an H200 a call takes 0.63 to 0.76 of the time in the
+forward and 0.59 to 0.85 in the backward (bench/notes/scores.md).
 """
 
 import dataclasses
