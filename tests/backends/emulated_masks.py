@@ -53,18 +53,27 @@ def check_tiles(folder: Path) -> None:
     expected(case, inputs).check(**results)
 
 
-def check_order(folder: Path) -> None:
-    """Rows of tiles are sorted by the tiles that they visit, and equal ones stay in their order."""
+def check_order(folder: Path, shared: bool) -> None:
+    """Rows of tiles are sorted by the tiles that they visit, and equal ones stay in their order.
+
+    Args:
+        shared: whether the sequences have the same mask, which has the order of the first one.
+    """
     case, found = cases(1, 1500, 700)["documents"], FoundTiles()
+    if not shared:
+        text = case.text._replace(mask=f"({case.text.mask}) && batch >= 0")
+        case = case._replace(text=text)
     inputs = make_inputs("torch", "float16", batch=2, seqlen_q=1500, seqlen_k=700, heads_q=1)
     with emulator.hopper(folder), environment.override(backend="sm90"):
         expected(case, inputs).check(**run(case, inputs, found=found))
     for (config, *_), of_stream in found.of_kernel.items():
         ((memory, packed),) = of_stream.values()
-        _, _, of_batch, words, _, _, order, rows = struct.unpack("QQiiiiQi20x", packed)
+        _, _, of_batch, words, _, _, order, of_order = struct.unpack("QQiiiiQi20x", packed)
+        rows = -(-700 // config.block_n) if config.by_keys else -(-1500 // config.block_m)
+        assert (of_batch, of_order) == ((0, 0) if shared else (rows * words, rows))
         memory, at = memory.view(torch.int32), (order - memory.data_ptr()) // 4
-        for batch in range(2):
-            some = memory[2 * of_batch * batch :][: 2 * of_batch].view(rows, 2, words)[:, 0]
+        for batch in range(1 if shared else 2):
+            some = memory[2 * of_batch * batch :][: 2 * rows * words].view(rows, 2, words)[:, 0]
             work = [sum(int(x).bit_count() for x in row & 0xFFFFFFFF) for row in some.long()]
             work = work[::-1] if config.by_keys else work
             assert len(set(work)) > 1
@@ -126,7 +135,8 @@ def check_boolean_bias(folder: Path) -> None:
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_tiles(Path(sys.argv[1]))
-    check_order(Path(sys.argv[1]))
+    for shared in (True, False):
+        check_order(Path(sys.argv[1]), shared)
     check_partial_tiles(Path(sys.argv[1]))
     check_late_maxima(Path(sys.argv[1]))
     check_boolean_bias(Path(sys.argv[1]))

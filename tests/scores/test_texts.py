@@ -576,7 +576,7 @@ def test_tiles_of_streams_and_graphs(monkeypatch):
     monkeypatch.setattr(tiles, "stream_number", lambda stream: stream)
     finder, found = MaskTilesLaunch.__new__(MaskTilesLaunch), tiles.FoundTiles()
     finder.size, finder.key, finder.rest, finder.bits_bytes = 1, ("kernel",), (2, 1, 0, 0), 8
-    finder.sort, finder.rows = None, 2
+    finder.sort, finder.batch_rows = None, 2
     finder.launch = types.SimpleNamespace(
         argument=lambda *_: b"", with_captures=lambda *_: b"",
         start=lambda stream, _: launched.append(stream.ptr),
