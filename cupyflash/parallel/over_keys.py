@@ -81,7 +81,7 @@ class AttentionOverKeys(torch.autograd.Function):
         if dout is None:  # only the LSE is used
             dout = torch.zeros_like(out)
         dout = dout.contiguous()  # perhaps an expanded scalar
-        dq = torch.empty_like(q)
+        dq = None if len(groups) == 1 else torch.empty_like(q)  # of one group as out above
         dsinks = None if sinks is None else torch.zeros_like(sinks)
         sums = [None] * len(captures)
         ratio = q.shape[1] // max(1, k.shape[1])
@@ -91,10 +91,14 @@ class AttentionOverKeys(torch.autograd.Function):
                 mine = _queries(group, ratio)
                 of_heads = _of_heads(mine, extras, text, captures)
                 arrived = journey.arrived(number)
-                dq[:, mine], gradients, (some_sinks, *some) = pieces.backward(
+                some_dq, gradients, (some_sinks, *some) = pieces.backward(
                     keys.calls, dout[:, mine], q[:, mine], arrived, out[:, mine],
                     lse[mine], None if dlse is None else dlse[mine], options, *of_heads,
                 )  # fmt: skip
+                if dq is None:
+                    dq = some_dq
+                else:
+                    dq[:, mine] = some_dq
                 if sinks is not None:
                     dsinks[mine] = some_sinks.to(sinks.dtype)
                 sums = [y if x is None else x + y for x, y in zip(sums, some, strict=True)]
