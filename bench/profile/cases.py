@@ -109,6 +109,15 @@ def with_key_mask(shape: Problem) -> Case:
     return forward(shape, bias=mask)
 
 
+def with_documents(shape: Problem) -> Case:
+    import torch
+
+    of = torch.arange(shape.keys, dtype=torch.int32, device=data.DEVICE) // 1000
+    q, k, v, _ = tensors(shape)
+    mask = cupyflash.Mask("of(query) == of(key)", of=of)
+    return Case(lambda: cupyflash.attention(q, k, v, mask=mask), (q, k, v, of))
+
+
 def baseline(name: str) -> Case:
     from cupyflash.ops.baselines import baselines
 
@@ -151,6 +160,7 @@ def others() -> Iterator[tuple[str, Maker]]:
     yield "attention fwd packed lengths", part(packed, [1, 113, 2048, 4095, 10127], 128)
     yield "attention bwd 32 heads, 2 of keys", part(backward, grouped)
     yield "attention fwd key mask", part(with_key_mask, attention(512, 64, False))
+    yield "attention fwd documents as a mask", part(with_documents, attention(4096, 128, False))
     yield "attention bwd sinks", part(with_sinks, attention(4096, 128))
     yield "attention bwd bias gradient", part(bias_gradient, biased)
     yield "attention bwd trained table", part(trained_table, attention(4096, 128, False))

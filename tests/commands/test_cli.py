@@ -335,7 +335,8 @@ def test_warmup_names_what_it_does_not_know():
 
 @needs_nvrtc
 def test_warmup_compiles_what_the_backends_can_pick(monkeypatch):
-    """All main kernels but those with a bias or dropout: they would be eight times as many.
+    """All main kernels but those with a bias, as a text too, or dropout: they would be eight times
+    as many.
 
     Nor those that only calls with precision="tf32" launch, or prompts on a past in pages.
     """
@@ -353,6 +354,7 @@ def test_warmup_compiles_what_the_backends_can_pick(monkeypatch):
         for task in main
         if any(switches[task].get(name) for name in ("bias", "dropout", "paged"))
         or switches[task].get("parts") == 1
+        or switches[task]["text"]
     }
     assert set(tasks) <= offered and main & set(tasks) == main - left_out
 
