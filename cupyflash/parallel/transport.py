@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import checkpoint
 
 LOOK = 0.1  # seconds between two looks into the store
 GRACE = 2.0  # seconds in which ranks that are left write into the store
@@ -27,6 +28,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 class RankError(RuntimeError):
     """Another rank has failed or left; the text has its number and what it raised."""
+
+
+# What ends the recomputation of a checkpoint, on all ranks at the same place. Its name is private.
+_RECOMPUTED = getattr(checkpoint, "_StopRecomputationError", RankError)
 
 
 class Team(NamedTuple):
@@ -68,7 +73,7 @@ class Failures:
         """A block with collectives: what it raises, the other ranks raise, too."""
         try:
             yield
-        except RankError:
+        except (RankError, _RECOMPUTED):
             raise
         except _Lost as lost:
             raise RankError(f"{function}: {self._cause(str(lost))}") from lost.__cause__
