@@ -48,8 +48,6 @@ class Prepared:
 
     def planned(self, impl: str, call: Callable[[], Any]) -> Any:
         """Makes a first call, whose plans have a Boolean bias as a text for `OURS` alone."""
-        if not self.case.as_bias:
-            return call()
         with mock.patch.object(boolean_bias, "is_text", lambda problem: impl == OURS):
             return call()
 
