@@ -103,6 +103,16 @@ def check_partial_tiles(folder: Path) -> None:
         check_case(folder, "both", cases(1, 150, 330)["both"], inputs, "sm90")
 
 
+def check_bytes(folder: Path) -> None:
+    """Any byte of a Boolean array but 0 is True."""
+    inputs = make_inputs("torch", "float16", batch=1, seqlen_q=150, seqlen_k=330, head_dim=64)
+    case = dense(150, 330)
+    bytes_of = {"seen": (case.arrays["seen"].to(torch.uint8) * 6).view(torch.bool)}
+    with emulator.hopper(folder), environment.override(backend="sm90"):
+        results = run(case._replace(arrays=bytes_of), inputs)
+    expected(case, inputs).check(**results)
+
+
 def check_late_maxima(folder: Path) -> None:
     """Of the keys that come first queries see one: its score is no maximum to keep."""
     inputs = make_inputs("torch", "float16", batch=1, seqlen_q=130, seqlen_k=330, head_dim=128)
@@ -138,5 +148,6 @@ if __name__ == "__main__":
     for shared in (True, False):
         check_order(Path(sys.argv[1]), shared)
     check_partial_tiles(Path(sys.argv[1]))
+    check_bytes(Path(sys.argv[1]))
     check_late_maxima(Path(sys.argv[1]))
     check_boolean_bias(Path(sys.argv[1]))

@@ -15,6 +15,16 @@ __device__ __forceinline__ int captured(uint8_t x) { return x; }
 __device__ __forceinline__ int64_t captured(int64_t x) { return x; }
 __device__ __forceinline__ bool captured(bool x) { return x; }
 
+template <typename T>
+__device__ __forceinline__ T loaded(const unsigned char* address) {
+  return *reinterpret_cast<const T*>(address);
+}
+// Any byte but 0 is true, as torch and NumPy read it; a bool of C++ may only be 0 or 1.
+template <>
+__device__ __forceinline__ bool loaded<bool>(const unsigned char* address) {
+  return *address != 0;
+}
+
 template <class I>
 constexpr bool IS_INDEX = false;
 template <>
@@ -50,7 +60,7 @@ __device__ __forceinline__ T element(const T* data, const int64_t (&strides)[RAN
     ++axis;
   };
   (move_along(index), ...);
-  return *reinterpret_cast<const T*>(address);
+  return loaded<T>(address);
 }
 
 // An array with RANK axes.
@@ -68,7 +78,9 @@ template <typename T>
 struct Capture<T, 0> {
   const T* data;
 
-  __device__ __forceinline__ auto operator()() const { return captured(*data); }
+  __device__ __forceinline__ auto operator()() const {
+    return captured(loaded<T>(reinterpret_cast<const unsigned char*>(data)));
+  }
 };
 
 // A number of the call.
