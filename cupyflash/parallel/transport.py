@@ -30,7 +30,8 @@ class RankError(RuntimeError):
     """Another rank has failed or left; the text has its number and what it raised."""
 
 
-# What ends the recomputation of a checkpoint, on all ranks at the same place. Its name is private.
+# torch raises this exception to end the recomputation of a checkpoint, on all ranks at the same
+# place. Its name is private.
 _RECOMPUTED = getattr(checkpoint, "_StopRecomputationError", RankError)
 
 

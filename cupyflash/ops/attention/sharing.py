@@ -42,7 +42,7 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # blocks that may share the keys of a 
 # The time of 128 keys by the rows of a tile, relative to 128 rows. 64 rows take more than half of
 # it, because one warpgroup alone computes no products while it computes its softmax.
 STEP = {64: 0.7, 128: 1.0, 192: 1.3}
-# What a tile behind another one of its multiprocessor takes beside its steps.
+# A second tile on the same multiprocessor takes this time beside that of its steps.
 NEXT_TILE = 1.5
 # Storing the parts of an output and combining them takes MERGE such units of time, and one more for
 # every ROWS_OF_A_UNIT rows of all parts.

@@ -61,7 +61,7 @@ def _backward_kernels(kind: Kind) -> Iterator[KernelConfig]:
 
 
 def _kernels_with_tiles(kind: Kind, backward: bool) -> Iterator[KernelConfig]:
-    """Those that skip tiles of the text, and the kernel that finds these."""
+    """The kernels that skip the empty tiles of a text, and the kernel that finds these tiles."""
     found = backward_kernels(kind)[1:2] if backward else forward_kernels(kind)
     skipping = [x for x in found if x.tiles]
     yield from (finder_of(skipping[0]), *skipping)

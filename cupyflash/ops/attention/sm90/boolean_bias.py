@@ -21,7 +21,7 @@ TEXT = Text("", "seen__(batch, query, key) != 0", (SEEN,))
 
 # Finding the bits of a score takes less time than a text saves in so many heads.
 LEAST_HEADS = 8
-# Of all heads together: from here on that saving exceeds the time of a launch.
+# From so many scores of all heads on, the saving exceeds the time of a launch.
 LEAST_SCORES = 2**27
 MOST_HEAD_DIM = 128  # wider ones were not timed
 # So many bits of a mask, in whole tiles of TILE rows and columns, all have places: words of 64

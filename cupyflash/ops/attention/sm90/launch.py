@@ -76,7 +76,7 @@ class PersistentLaunch(AttentionLaunch):
         if problem.has_own_lengths:
             self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
-        # What is behind the pointers, where every call has the same there; else None.
+        # The bytes of the argument behind the pointers, if all calls have the same ones, else None.
         alike = self.counters is _no_counter and splits == 1 and not self.pages
         alike = alike and self.bias_maps is None and self.sequences is None
         self.constant = self.tail + NO_SEQUENCES + self.rest(None, 0) + NO_MAP if alike else None
