@@ -48,7 +48,12 @@ class Prepared:
 
     def planned(self, impl: str, call: Callable[[], Any]) -> Any:
         """Makes a first call, whose plans have a Boolean bias as a text for `OURS` alone."""
-        with mock.patch.object(boolean_bias, "is_text", lambda problem: impl == OURS):
+        can_be_text = boolean_bias.can_be_text
+
+        def is_text(problem: Any) -> bool:
+            return impl == OURS and can_be_text(problem.features)
+
+        with mock.patch.object(boolean_bias, "is_text", is_text):
             return call()
 
     def call(self, impl: str) -> Call:
