@@ -2,10 +2,14 @@
 
 import numpy
 import pytest
+import torch
 
+from cupyflash.parallel import choice
 from cupyflash.parallel.choice import keys_bytes
 from cupyflash.parallel.exchange import calls, exchange, share
+from cupyflash.parallel.gathered import GatheredKeys
 from cupyflash.parallel.tokens import Band, Tokens, ranges
+from cupyflash.parallel.transport import Team
 
 TILE = 128  # rows of queries of a tile
 RANKS = (1, 2, 3, 8, 1024)
@@ -183,6 +187,16 @@ def test_two_ranks_send_what_a_window_needs(window, everything):
     plan = exchange(tokens, 0, Band(window, 0))
     assert plan.everything == everything
     assert plan.receive_counts == ([] if everything else [64, 4])
+
+
+def test_ranks_send_as_many_heads_at_once(monkeypatch):
+    """Also where a window lets some of them receive fewer keys than others."""
+    tokens, band, shape = Tokens.of([128], 4), Band(16, 0), torch.empty(32, 4, 16)
+    plans = [exchange(tokens, rank, band) for rank in range(4)]
+    assert [sum(x.receive_counts) for x in plans] == [48, 64, 64, 48]
+    monkeypatch.setattr(choice, "LEAST_BYTES", 7000)  # of one head 48 keys have fewer, 64 more
+    ways = [GatheredKeys.of(Team(None, 4, r), None, x, [], "cpu") for r, x in enumerate(plans)]
+    assert [way.heads_at_once(shape, shape) for way in ways] == [1] * 4
 
 
 def test_ranges():
