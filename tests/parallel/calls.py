@@ -255,6 +255,13 @@ def of_sharded(move):
             attention(*wrong, shard)
         except (TypeError, ValueError) as error:
             texts.append(str(error))
+    shard = Shard([10], group)  # of which torch has other chunks on two axes
+    local = torch.zeros(len(shard), 4, 16)
+    uneven = DTensor.from_local(local, group, places, shape=(10, 4, 16), stride=(64, 16, 1))
+    try:
+        attention(uneven, uneven, uneven, shard)
+    except ValueError as error:
+        texts.append(str(error))
     return same, texts
 
 
