@@ -123,6 +123,22 @@ def block_masks(move):
         return all(map(torch.equal, *results)), str(error)
 
 
+def sizes(move):
+    """The errors, "" for none, of arrays of as many elements as are read, and of fewer."""
+    lengths = [20, 20, 20, 9]  # the tokens of a rank are more than those of a sequence
+    inputs, _ = calls.problem(lengths, "float32", (4, 2), 16, {})
+    shard, found = calls.shard_of(lengths, move), []
+    mine = [shard.take(x) for x in (inputs.q, inputs.k, inputs.v)]
+    for batches, tokens in ((4, 20), (4, 19), (3, 20)):
+        table = torch.zeros(batches, tokens)
+        try:
+            attention(*mine, shard, move=move, score=lambda s, b, h, q, k: s + table[b, k])  # noqa: B023
+            found.append("")
+        except (ValueError, IndexError) as error:
+            found.append(str(error))
+    return found
+
+
 def ways(move):
     """{way: whether its results are those of a plain call}, on this rank, with a score."""
     inputs, _ = calls.problem([30, 11], "float32", (4, 2), 16, {})
