@@ -170,11 +170,14 @@ def _move(
         what = "a mesh of keys and heads" if mesh else "one group"
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"{FUNCTION}: move of {what} must be one of {names}, got {short(move)}")
-    if move == "auto":
-        seen = 1.0 if band.left is None else share(shard.tokens, band)
-        move = "heads x keys" if mesh else choice.choose(
-            shard.ranks, heads, dims, item, prefers_heads=costs_more, share=seen
-        )  # fmt: skip
+    if move == "auto" and mesh:
+        move = "heads x keys"
+    elif move == "auto" and shard.tokens.apart:
+        move = "keys"  # of which none travel
+    elif move == "auto":
+        everything = band.left is None and not shard.slack
+        seen = 1.0 if everything else share(shard.tokens, band)
+        move = choice.choose(shard.ranks, heads, dims, item, prefers_heads=costs_more, share=seen)
     ranks = {"heads": shard.ranks, "keys": 1}.get(move, shard.teams[0].size)
     if not choice.heads_divide(ranks, *heads):
         fact = f"heads of q must be a multiple of the {ranks} ranks that divide them, and those of "

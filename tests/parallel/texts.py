@@ -64,7 +64,7 @@ def arrays_of(name, lengths, heads):
     return tuple(found)
 
 
-def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
+def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES, slack=0.0):
     """(index, {name: result of this rank}) of a `calls.problem` with a text.
 
     The text "alibi" is what the option of this name does; then the LSE has the gradient `dlse_of`.
@@ -73,7 +73,7 @@ def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
     inputs, options = calls.problem(*arguments)
     if dist.get_backend() == "nccl":
         inputs, options = calls.on_gpu(inputs), calls.on_gpu(options)
-    shard = calls.shard_of(arguments[0], move)
+    shard = calls.shard_of(arguments[0], move, slack=slack)
     q, k, v = (shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     learned = {}
     if name == "alibi":
