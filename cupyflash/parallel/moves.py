@@ -26,6 +26,7 @@ from .pieces import FUNCTION, DeviceCall
 from .routes import routes
 from .shard import Shard
 from .texts import CallText, with_alibi
+from .tokens import Tokens
 from .transport import Team
 
 logger = logging.getLogger("cupyflash")
@@ -101,7 +102,7 @@ def own_lengths(shard: Shard, across: Team, along: Team) -> tuple[int, ...] | No
         return shard.lengths
 
     def make() -> tuple[int, ...] | None:
-        tokens = shard.tokens.teams(across.size)
+        tokens = _of_teams(shard, across.size)
         return tuple(tokens.sizes[:, along.rank].tolist()) if tokens.apart else None
 
     return kept(shard, ("own", across.size), make)
@@ -199,7 +200,7 @@ def _heads(shard: Shard, team: Team, device: torch.device) -> Heads | CopiedHead
 
 def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor) -> Keys:
     """The calls of this rank, and the way of the keys between teams of ``size`` ranks."""
-    tokens, device = shard.tokens.teams(size), k.device
+    tokens, device = _of_teams(shard, size), k.device
     key = size, call.band, device
 
     def copied() -> CopiedKeys | None:
@@ -218,6 +219,11 @@ def _keys(shard: Shard, size: int, team: Team, call: Call, k: Tensor, v: Tensor)
         way = kept(shard, ("gathered", *key), gathered)
     made = kept(shard, ("device", *key), lambda: [DeviceCall.of(x, device) for x in mine])
     return Keys(made, way)
+
+
+def _of_teams(shard: Shard, size: int) -> Tokens:
+    """The tokens of teams of ``size`` ranks."""
+    return kept(shard, ("teams", size), lambda: shard.tokens.teams(size))
 
 
 def kept(shard: Shard, key: tuple, make: Callable[[], Any]) -> Any:
