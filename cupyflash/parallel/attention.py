@@ -109,7 +109,7 @@ def attention(
     if alibi_slopes is dropout_seed is score is mask is None and not not_built:
         known = apart.prepared(q, k, v, shard, options, move)
     if known is not None and type(return_lse) is bool:
-        out, lse = apart.attention(q, k, v, shard, sinks, known, return_lse)
+        out, lse = apart.attention(q, k, v, sinks, known, return_lse)
     else:
         out, lse = _call(*arguments)
     return (out, lse) if return_lse else out
