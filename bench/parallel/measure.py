@@ -19,8 +19,8 @@ from bench.lib.providers import is_ours
 from bench.parallel import model
 from bench.parallel.exact import exact
 from bench.parallel.problems import Case
-from bench.parallel.providers import Function, alone, provider
-from cupyflash.parallel import Shard, peers
+from bench.parallel.providers import Function, alone, provider, shard_of
+from cupyflash.parallel import peers
 
 ONE = "cupyflash-one-gpu"
 PASSES = ("fwd", "fwd+bwd")
@@ -97,12 +97,13 @@ class Measured:
             if not is_ours(name) and self.estimate("fwd+bwd") > MOST_SECONDS:
                 self.note(name, TimeoutError(f"a call takes more than {MOST_SECONDS:g} s"))
                 continue
-            shard = Shard(self.case.lengths(self.ranks))
+            shard = shard_of(name, self.case, self.ranks)
             try:
                 # Torch's own cannot be entered twice: the inner one would leave the outer one off.
                 if self.everywhere(functools.partial(self.check, name), name):
                     with provider(name, self.case, shard) as function:
-                        self.measure(name, function, self.case)
+                        mine = dataclasses.replace(self.case, tokens=len(shard))
+                        self.measure(name, function, mine)
             except Exception as error:  # on all ranks, before anything is sent
                 self.note(name, error)
 
@@ -138,8 +139,8 @@ class Measured:
         fields = {"tflops": round(flops / ms / 1e9, 1), "ms": round(ms, 4)}
         fields["share"] = round(self.alone_ms[direction] / ms, 4)
         move = name.removeprefix("cupyflash-")
-        if move in ("heads", "keys") and self.ranks > 1:
-            fields["auto"] = model.auto(self.case, self.ranks) == move
+        if move in ("heads", "keys", "whole") and self.ranks > 1:
+            fields["auto"] = move != "whole" and model.auto(self.case, self.ranks) == move
             if len(self.alone_ms) == len(PASSES):
                 one = (self.alone_ms[x] for x in PASSES)
                 wanted = model.seconds(self.case, self.ranks, move, *(1e-3 * x for x in one))
@@ -184,7 +185,7 @@ class Measured:
         tokens = min(self.case.tokens, self.settings.checked)
         case = dataclasses.replace(self.case, tokens=tokens)
         whole = self.inputs(case, tokens * self.ranks, seed=0)
-        shard = Shard(case.lengths(self.ranks))
+        shard = shard_of(name, case, self.ranks)
         mine = [shard.take(x.detach()) for x in whole]
         with provider(name, case, shard) as function:
             found = _results(function, *mine)

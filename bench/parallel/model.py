@@ -7,6 +7,7 @@ launches, the time of the host, clocks under a power limit and uneven links.
 import math
 
 from bench.parallel.problems import Case
+from bench.parallel.providers import SLACK
 from cupyflash.parallel import choice
 from cupyflash.parallel.exchange import share
 from cupyflash.parallel.tokens import Band, Tokens
@@ -18,14 +19,26 @@ ITEM = 2  # bytes of an element
 
 
 def seconds(case: Case, ranks: int, move: str, forward: float, both: float) -> tuple[float, float]:
-    """(forward, both passes) in seconds by "heads" or "keys", of what one GPU takes for as much."""
+    """(forward, both passes) in seconds, of what one GPU takes for as much.
+
+    Args:
+        move: "heads", "keys", or "whole", for keys of a division that leaves sequences whole: then
+            all wait for the rank that has most work.
+    """
+    slack = SLACK * (move == "whole")
     if move == "heads":
         heads = case.heads, case.heads_kv
         sent = choice.heads_bytes(ranks, heads, (case.head_dim, case.head_dim), ITEM)
         extra = case.tokens * sent / LINK + 2 * LATENCY
         return forward + extra, both + 2 * extra
-    groups = case.heads_kv // _heads_at_once(case, ranks)
-    one = _travelling(case, ranks) * _row(case) / groups / LINK + LATENCY
+    tokens = Tokens.of(case.lengths(ranks), ranks, slack=slack)
+    if slack:
+        work = [tokens.work(rank, Band(case.window, 0)) for rank in range(ranks)]
+        forward, both = (x * max(work) * ranks / sum(work) for x in (forward, both))
+    if tokens.apart:
+        return forward, both
+    groups = case.heads_kv // _heads_at_once(case, ranks, slack)
+    one = _travelling(case, ranks, slack) * _row(case) / groups / LINK + LATENCY
     tiles = case.tokens * case.heads / TILE
     tail = _tail(tiles / groups) / _tail(tiles)
     times = []
@@ -61,14 +74,14 @@ def memory(case: Case, ranks: int, move: str) -> int | None:
     return 2 * q + 2 * k + 4 * rows + (3 * q + 2 * rows) // groups
 
 
-def _heads_at_once(case: Case, ranks: int) -> int:
-    dims, tokens = (case.head_dim, case.head_dim), _travelling(case, ranks)
+def _heads_at_once(case: Case, ranks: int, slack: float = 0.0) -> int:
+    dims, tokens = (case.head_dim, case.head_dim), _travelling(case, ranks, slack)
     return choice.heads_at_once(int(tokens), case.heads_kv, dims, ITEM, choice.LEAST_COPIED)
 
 
-def _travelling(case: Case, ranks: int) -> float:
+def _travelling(case: Case, ranks: int, slack: float = 0.0) -> float:
     """Keys that a rank gets from others."""
-    return case.tokens * (ranks - 1) * _seen(case, ranks)
+    return case.tokens * (ranks - 1) * _seen(case, ranks, slack)
 
 
 def _row(case: Case) -> int:
@@ -76,11 +89,11 @@ def _row(case: Case) -> int:
     return 2 * case.heads_kv * case.head_dim * ITEM
 
 
-def _seen(case: Case, ranks: int) -> float:
+def _seen(case: Case, ranks: int, slack: float = 0.0) -> float:
     """The share of the keys of others that a rank sees."""
-    if case.window is None or ranks == 1:
+    if (case.window is None and not slack) or ranks == 1:
         return 1.0
-    return share(Tokens.of(case.lengths(ranks), ranks), Band(case.window, 0))
+    return share(Tokens.of(case.lengths(ranks), ranks, slack=slack), Band(case.window, 0))
 
 
 def _tail(tiles: float) -> float:

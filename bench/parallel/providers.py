@@ -1,6 +1,7 @@
 """Implementations that bench parallel compares, each of q, k, v of the tokens of this rank.
 
-All have the same tokens on a rank: the two chunks of a zigzag.
+All but one have the same tokens on a rank: the two chunks of a zigzag. "cupyflash-whole" leaves
+packed sequences whole where `SLACK` lets it.
 """
 
 import contextlib
@@ -17,9 +18,16 @@ from bench.parallel.ring import Ring
 from cupyflash.parallel import Shard, attention
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+WHOLE = "cupyflash-whole"
+SLACK = 0.15  # of a shard: tokens and pairs of a rank beyond their mean
 PROVIDERS = (
-    "cupyflash-heads", "cupyflash-keys", "torch-all-gather", "torch-all-to-all", "ring",
+    "cupyflash-heads", "cupyflash-keys", WHOLE, "torch-all-gather", "torch-all-to-all", "ring",
 )  # fmt: skip
+
+
+def shard_of(name: str, case: Case, ranks: int) -> Shard:
+    """The tokens of a rank with an implementation."""
+    return Shard(case.lengths(ranks), slack=SLACK if name == WHOLE else 0.0)
 
 
 @contextlib.contextmanager
@@ -30,7 +38,11 @@ def provider(name: str, case: Case, shard: Shard) -> Iterator[Function]:
         NotImplementedError: a case that the implementation does not have.
     """
     who, _, way = name.partition("-")
-    if who == "cupyflash":
+    if name == WHOLE:
+        if not case.packed:
+            raise NotImplementedError("one sequence has no others to leave whole")
+        yield functools.partial(attention, shard=shard, **case.options)
+    elif who == "cupyflash":
         yield functools.partial(attention, shard=shard, move=way, **case.options)
     elif case.window or case.packed:
         raise NotImplementedError(f"{who} has no windows and no packed sequences")

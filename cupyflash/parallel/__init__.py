@@ -1,12 +1,14 @@
 """Attention over the tokens of several GPUs, by torch.distributed; see docs/parallel.md.
 
 ==================  ================================================================================
-shard.py            `Shard`: which tokens a rank has, by the arithmetic of tokens.py
+shard.py            `Shard`: which tokens a rank has, by the arithmetic of tokens.py and of
+                    placement.py, which leaves sequences whole
 attention.py        `attention`; checks.py and agreement.py compare the calls of all ranks
 choice.py           the move that has fewer bytes to wait for; moves.py makes it
 heads.py            heads that travel, by collectives, and copied_heads.py by copies
 over_keys.py        keys that travel: gathered.py by collectives (exchange.py), copied.py by copies
                     (routes.py); pieces.py computes attention over what has arrived
+apart.py            calls of sequences that lie on one rank each, for which nothing travels
 peers.py            memory that GPUs of one host write for each other
 transport.py        collectives, and what becomes of them when a rank fails
 texts.py            scores and masks, which see the numbers and places of one GPU

@@ -11,6 +11,7 @@ from .. import environment
 from ..ops.attention.options import Extras, Options, plain_options
 from ..runtime.array import compiling
 from ..runtime.checks import plain_flag, short
+from . import apart
 from .agreement import agree
 from .checks import Call, checked, refuse_not_built
 from .moves import kept, moved
@@ -77,7 +78,8 @@ def attention(
             the same bits where the kernels have the same plan. heads_q must be a multiple of the
             ranks, and heads_kv a multiple or a divisor. "keys": keys and values travel, a group of
             heads at a time. A shard of a mesh with two axes has both, "heads x keys". "auto" takes
-            what leaves fewer bytes to wait for.
+            what leaves fewer bytes to wait for. Where a shard with slack divides no sequence,
+            "keys" and "auto" send nothing.
         not_built: ``bias``, ``seqused_q``, ``seqused_k`` and ``layout`` of `cupyflash.attention`.
 
     Returns:
@@ -102,6 +104,12 @@ def attention(
         from ..runtime.torch_graphs import eagerly  # which imports much that few need
 
         out, lse = eagerly(_call, *arguments)
+        return (out, lse) if return_lse else out
+    known = None
+    if alibi_slopes is dropout_seed is score is mask is None and not not_built:
+        known = apart.prepared(q, k, v, shard, options, move)
+    if known is not None and type(return_lse) is bool:
+        out, lse = apart.attention(q, k, v, sinks, known, return_lse)
     else:
         out, lse = _call(*arguments)
     return (out, lse) if return_lse else out
@@ -135,7 +143,7 @@ def _call(
         call = _checked(q, k, v, shard, plain, extras, move, captures)
     except Exception as raised:  # also of a function of the caller's own, as it is traced
         error = raised
-    on_gpu = any(isinstance(x, Tensor) and x.is_cuda for x in (q, k, v))
+    on_gpu = _on_gpu(q, k, v)
     if not (on_gpu and shard.agreed) or environment.current().debug:
         numbers = [x for x in captures if not isinstance(x, Tensor)]
         facts = f"{call}, return_lse={return_lse}, numbers {numbers}"
@@ -146,9 +154,15 @@ def _call(
             raise error
     with shard.failures.reported(FUNCTION):  # what it computes between collectives may raise, too
         out, lse = moved(q, k, v, shard, call, extras, (captures, found), return_lse)
+    if on_gpu:
+        apart.keep(shard, call, q, k, v, extras, move)
     if sharding is None:
         return out, lse
     return sharding.result(out, 0), sharding.result(lse if return_lse else None, 1)
+
+
+def _on_gpu(*tensors: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.is_cuda for x in tensors)
 
 
 def _checked(

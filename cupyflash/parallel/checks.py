@@ -8,6 +8,7 @@ from torch import Tensor
 from ..ops.attention.checks import check
 from ..ops.attention.options import Extras, Options
 from ..ops.attention.score_text import Text
+from ..ops.attention.score_text.checks import check_text
 from ..runtime.checks import short
 from ..runtime.lookup import library_of
 from ..runtime.philox import is_number, require_seed_array, seed_array
@@ -99,7 +100,12 @@ def checked(
         given["alibi_slopes"] = slopes[0] if len(slopes) else slopes.new_empty(slopes.shape[1])
     views = {name: LIBRARY.view(x[None] if name in "qkv" else x) for name, x in given.items()}
     tensors = {name: views.pop(name) for name in "qkv"}
-    check(FUNCTION, tensors, options, views, views_of(options.text, captures, LIBRARY))
+    check(FUNCTION, tensors, options._replace(text=None), views)
+    if options.text is not None:
+        longest = max(shard.lengths, default=0)
+        places = {"batch": len(shard.lengths), "head": q.shape[1], "query": longest, "key": longest}
+        read = views_of(options.text, captures, LIBRARY)
+        check_text(FUNCTION, options, views, read, tensors["q"], places)
     if is_number(seed):
         seed_array(FUNCTION, LIBRARY, torch.empty(0), seed, options.dropout_p)
     elif seed is not None:
@@ -164,11 +170,14 @@ def _move(
         what = "a mesh of keys and heads" if mesh else "one group"
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"{FUNCTION}: move of {what} must be one of {names}, got {short(move)}")
-    if move == "auto":
-        seen = 1.0 if band.left is None else share(shard.tokens, band)
-        move = "heads x keys" if mesh else choice.choose(
-            shard.ranks, heads, dims, item, prefers_heads=costs_more, share=seen
-        )  # fmt: skip
+    if move == "auto" and mesh:
+        move = "heads x keys"
+    elif move == "auto" and shard.tokens.apart:
+        move = "keys"  # of which none travel
+    elif move == "auto":
+        everything = band.left is None and not shard.slack
+        seen = 1.0 if everything else share(shard.tokens, band)
+        move = choice.choose(shard.ranks, heads, dims, item, prefers_heads=costs_more, share=seen)
     ranks = {"heads": shard.ranks, "keys": 1}.get(move, shard.teams[0].size)
     if not choice.heads_divide(ranks, *heads):
         fact = f"heads of q must be a multiple of the {ranks} ranks that divide them, and those of "

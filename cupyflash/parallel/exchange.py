@@ -26,6 +26,7 @@ class Exchange:
         send: int64, the local rows that are sent, in the order of the ranks that get them; of an
             all-gather every row, once.
         send_counts, receive_counts: rows for and from each rank, of an all-to-all.
+        most: the most rows that arrive at a rank, the same number on all of them.
         numbers: int64, the number of the token in each row that arrives, -1 for padding.
     """
 
@@ -34,6 +35,7 @@ class Exchange:
     send: numpy.ndarray
     send_counts: list[int]
     receive_counts: list[int]
+    most: int
     numbers: numpy.ndarray
 
     @property
@@ -78,6 +80,7 @@ def exchange(tokens: Tokens, rank: int, band: Band) -> Exchange:
         send=numpy.concatenate(send),
         send_counts=[len(x) for x in send],
         receive_counts=[len(x) for x in numbers],
+        most=max(int((end - begin).sum()) for begin, end in needs),
         numbers=numpy.concatenate(numbers),
     )
 
@@ -89,7 +92,7 @@ def _everything(tokens: Tokens, rank: int) -> Exchange:
         index = tokens.index(other)
         numbers[other, : len(index)] = index
     send = numpy.arange(int(tokens.counts[rank]))
-    return Exchange(True, rows, send, [], [], numbers.reshape(-1))
+    return Exchange(True, rows, send, [], [], numbers.size, numbers.reshape(-1))
 
 
 def needed(tokens: Tokens, rank: int, band: Band) -> tuple[numpy.ndarray, numpy.ndarray]:

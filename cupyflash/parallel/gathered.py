@@ -32,6 +32,7 @@ class GatheredKeys:
     send: Tensor
     send_counts: list[int]
     receive_counts: list[int]
+    most: int
     keys: list[Tensor]
 
     @classmethod
@@ -46,7 +47,7 @@ class GatheredKeys:
         """The way by a plan, for calls that see the keys with these numbers."""
         rows = [tensor(plan.rows_of(x), device) for x in keys]
         send = tensor(plan.send, device)
-        counts = plan.send_counts, plan.receive_counts
+        counts = plan.send_counts, plan.receive_counts, plan.most
         return cls(team, failures, plan.everything, plan.rows, send, *counts, rows)
 
     def start(self, k: Tensor, v: Tensor, groups: list[slice], gradients: bool) -> "Journey":
@@ -54,10 +55,9 @@ class GatheredKeys:
         return Journey(self, k, v, groups)
 
     def heads_at_once(self, k: Tensor, v: Tensor) -> int:
-        """Key heads that travel together."""
-        rows = self.team.size * self.rows if self.everything else sum(self.receive_counts)
+        """Key heads that travel together, as many on all ranks."""
         dims, item = (k.shape[2], v.shape[2]), k.element_size()
-        return choice.heads_at_once(rows, k.shape[1], dims, item, choice.LEAST_BYTES)
+        return choice.heads_at_once(self.most, k.shape[1], dims, item, choice.LEAST_BYTES)
 
     def gather(self, x: Tensor) -> Any:
         """Starts the way of (tokens of this rank, ...) to all that see them."""

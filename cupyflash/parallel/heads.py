@@ -111,29 +111,50 @@ def numbered(lengths: tuple[int, ...], team: Team) -> tuple[int, ...]:
     return tuple(found.reshape(-1).tolist())
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Whole:
+    """The whole sequences of a call.
+
+    Attributes:
+        count: how many.
+        longest: the tokens of the longest one.
+        ends: int32 (count + 1,), where they begin, and the end of the last.
+    """
+
+    count: int
+    longest: int
+    ends: Tensor
+
+    def plain(self, options: dict[str, Any]) -> tuple:
+        """The plain options of `whole_sequences`."""
+        if self.count == 1:
+            return plain_options(FUNCTION, **options)
+        longest = self.longest, self.longest
+        return plain_options(FUNCTION, layout="thd", max_seqlens=longest, **options)
+
+
 def whole_sequences(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: tuple[int, ...],
-    cu_seqlens: Tensor,
-    options: dict[str, Any],
+    whole: Whole,
+    plain: tuple,
     extras: Extras,
     text: tuple[Text, tuple] | None,
-) -> tuple[Tensor, Tensor]:
+    need_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """(out, lse (heads, tokens)) of all tokens of sequences, as one process computes them.
 
     Args:
         text: that of the call, and what it reads.
+        need_lse: else the LSE may be None.
     """
     texts, captures = ((), ()) if text is None else (text[:1], text[1])
-    if len(lengths) == 1:
-        plain = (*plain_options(FUNCTION, **options), *texts)
+    plain = (*plain, *texts)
+    if whole.count == 1:
         arrays = (q[None], k[None], v[None])
         arrays = (*arrays, *extras) if texts or any(x is not None for x in extras) else arrays
-        out, lse = FORWARD(FUNCTION, (*arrays, *captures), (plain, True))
-        return out[0], lse[0]
-    longest = max(lengths, default=0)
-    plain = plain_options(FUNCTION, layout="thd", max_seqlens=(longest, longest), **options)
-    extras = extras._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    return FORWARD(FUNCTION, (q, k, v, *extras, *captures), ((*plain, *texts), True))
+        out, lse = FORWARD(FUNCTION, (*arrays, *captures), (plain, need_lse))
+        return out[0], None if lse is None else lse[0]
+    extras = extras._replace(cu_seqlens_q=whole.ends, cu_seqlens_k=whole.ends)
+    return FORWARD(FUNCTION, (q, k, v, *extras, *captures), (plain, need_lse))

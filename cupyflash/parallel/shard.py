@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime.checks import plain_integer, short
+from ..runtime.checks import plain_integer, plain_real, short
 from .agreement import agree
 from .tokens import Tokens
 from .transport import Failures, Team, all_gather, number, reduce_scatter
@@ -27,6 +28,12 @@ class Shard:
             axes "keys" and "heads", where ranks of one host follow each other along "heads".
         zigzag: each rank holds two parts of a sequence, from both ends, so that ranks have the same
             work under a causal mask; else one.
+        slack: how much more than the mean a rank may have, of tokens and of pairs of a query and a
+            key: 0.1 is a tenth. Then only the longest sequences are divided, as few as possible,
+            and the others stay whole on one rank each (over a mesh of two axes, on the ranks of one
+            host), so that their keys do not travel. It pays for many short sequences, of which 0.1
+            often leaves few or none to be divided; ranks then have different numbers of tokens.
+            With 0 all sequences are divided, and ranks differ by one token.
 
     Attributes:
         lengths: a tuple of integers.
@@ -34,24 +41,33 @@ class Shard:
         tokens: the `Tokens` of the division, which know what each rank has.
 
     Raises:
-        TypeError, ValueError: lengths, a mesh of other axes; ValueError on all ranks if they do not
-            have the same lengths.
+        TypeError, ValueError: lengths, slack, a mesh of other axes; ValueError on all ranks if they
+            do not have the same lengths.
         RankError: a rank has failed or left.
     """
 
-    def __init__(self, lengths: Sequence[int], group: Any = None, *, zigzag: bool = True) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        group: Any = None,
+        *,
+        zigzag: bool = True,
+        slack: float = 0.0,
+    ) -> None:
         function = "parallel.Shard"
         self.teams, self.members = _teams(function, group)
         self.failures = Failures(self.teams, self.members)
         self.rank, self.ranks = number(self.teams), self.failures.ranks
         error = None
         try:
-            self.lengths = _lengths(function, lengths)
+            self.lengths, self.slack = _lengths(function, lengths), _slack(function, slack)
         except (TypeError, ValueError) as raised:
-            self.lengths, error = (), raised
-        facts = f"lengths {short(self.lengths)} ({hash(self.lengths)}), zigzag {bool(zigzag)}"
+            self.lengths, self.slack, error = (), 0.0, raised
+        facts = f"lengths {short(self.lengths)} ({hash(self.lengths)}), zigzag {bool(zigzag)}, "
+        facts += f"slack {self.slack}"
         agree(function, self.teams, self.failures, facts, error)
-        self.tokens = Tokens.of(self.lengths, self.ranks, bool(zigzag))
+        team = self.teams[0].size if len(self.teams) > 1 else 1
+        self.tokens = Tokens.of(self.lengths, self.ranks, bool(zigzag), slack=self.slack, team=team)
         self.kept: dict[Hashable, Any] = {}  # plans of attention
         self.agreed = False
 
@@ -174,6 +190,13 @@ def _lengths(function: str, lengths: Any) -> tuple[int, ...]:
     if min(lengths, default=0) < 0:
         raise ValueError(f"{function}: lengths must be at least 0, got {short(lengths)}")
     return lengths
+
+
+def _slack(function: str, slack: Any) -> float:
+    slack = plain_real(function, "slack", slack)
+    if not 0 <= slack < math.inf:
+        raise ValueError(f"{function}: slack must be at least 0, and finite, got {slack}")
+    return slack
 
 
 def _teams(function: str, group: Any) -> tuple[tuple[Team, ...], list[int]]:

@@ -8,6 +8,8 @@ with its position, so that with zigzag rank r of P holds the parts r and 2 P - 1
 an early one and a late one. Of the sequences that have no whole number of tokens a part, every
 second one is mirrored: rank P - 1 - r holds them, as the longer parts would else always be those of
 the same ranks.
+
+A sequence that is whole (`placement`) is cut so that only parts of its rank are not empty.
 """
 
 import dataclasses
@@ -16,6 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy
+
+from .placement import DIVIDED, placed
 
 
 class Band(NamedTuple):
@@ -83,13 +87,40 @@ class Tokens:
     mirrored: numpy.ndarray
 
     @classmethod
-    def of(cls, lengths: Sequence[int], ranks: int, zigzag: bool = True) -> "Tokens":
+    def of(
+        cls,
+        lengths: Sequence[int],
+        ranks: int,
+        zigzag: bool = True,
+        *,
+        slack: float = 0.0,
+        team: int = 1,
+    ) -> "Tokens":
+        """The division that lets ranks have up to (1 + slack) times the mean of tokens and work.
+
+        Without slack all sequences are divided, else those that do not stay `placed` on one rank,
+        or on ``team`` ranks that follow each other and divide their tokens evenly.
+        """
+        lengths = numpy.asarray(lengths, dtype=numpy.int64).reshape(-1)
+        if not slack:
+            return cls._even(lengths, ranks, zigzag)
+        place = placed(lengths, ranks // team, slack)
+        even = cls._even(numpy.where(place == DIVIDED, lengths, 0), ranks, zigzag)
+        for number in numpy.unique(place[place != DIVIDED]).tolist():
+            rows, first = numpy.flatnonzero(place == number), number * team
+            whole = lengths[rows]
+            even.cuts[rows, first + team :] = whole[:, None]
+            columns = slice(first, first + team + 1)
+            even.cuts[rows, columns] = cls._even(whole, team, False).cuts
+        return dataclasses.replace(even, lengths=lengths)
+
+    @classmethod
+    def _even(cls, lengths: numpy.ndarray, ranks: int, zigzag: bool) -> "Tokens":
         """Parts of a sequence differ by one token at most, and ranks get the longer ones in turn.
 
         So ranks differ by one token, however many sequences there are, also of ones that have fewer
         tokens than there are ranks.
         """
-        lengths = numpy.asarray(lengths, dtype=numpy.int64).reshape(-1)
         parts = 2 * ranks if zigzag else ranks
         part = numpy.arange(parts)
         size, longer = numpy.divmod(lengths, parts)
@@ -123,11 +154,21 @@ class Tokens:
     @functools.cached_property
     def counts(self) -> numpy.ndarray:
         """int64 (ranks,), the tokens of each rank."""
+        return self.sizes.sum(axis=0)
+
+    @functools.cached_property
+    def apart(self) -> bool:
+        """Whether no sequence has tokens on two ranks."""
+        return int(numpy.count_nonzero(self.sizes, axis=1).max(initial=0)) <= 1
+
+    @property
+    def sizes(self) -> numpy.ndarray:
+        """int64 (sequences, ranks), the tokens that each rank has of each sequence."""
         sizes = numpy.diff(self.cuts, axis=1)
         if self.zigzag:
             sizes = sizes[:, : self.ranks] + sizes[:, self.ranks :][:, ::-1]
             sizes[self.mirrored] = sizes[self.mirrored, ::-1]
-        return sizes.sum(axis=0)
+        return sizes
 
     def teams(self, size: int) -> "Tokens":
         """The same division among teams of ``size`` ranks that follow each other."""

@@ -47,6 +47,14 @@ def test_model():
     assert model.auto(case, 8) == "keys" and model.auto(Case(8192, 32, 32), 8) == "heads"
 
 
+def test_model_of_whole_documents():
+    """Nothing travels on two GPUs; on four some do, and most wait for the one with most pairs."""
+    case = Case(8192, 32, 8, packed=True)
+    assert model.seconds(case, 2, "whole", 3e-4, 1e-3) == pytest.approx((3e-4, 1e-3))
+    whole, keys = (model.seconds(case, 4, move, 3e-4, 1e-3) for move in ("whole", "keys"))
+    assert 3e-4 * 1.1 < whole[0] < keys[0] and 1e-3 * 1.1 < whole[1] < keys[1]
+
+
 def test_memory_of_a_million_tokens():
     """On eight GPUs, in GiB: q has 1, k 0.25; all keys and values 4, and 1 in 16 twice."""
     case = Case(2**17, 32, 8)

@@ -39,12 +39,14 @@ def mesh(*shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("keys", "heads"))
 
 
-def shard_of(lengths, move, zigzag=True):
+def shard_of(lengths, move, zigzag=True, slack=0.0):
     group = mesh(*move) if isinstance(move, tuple) else None
-    return Shard(lengths, group, zigzag=zigzag)
+    return Shard(lengths, group, zigzag=zigzag, slack=slack)
 
 
-def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTES, by="engines"):
+def forward_backward(
+    arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTES, by="engines", slack=0.0
+):
     """(index, {name: result of this rank}) of attention of a `problem`.
 
     Args:
@@ -59,7 +61,7 @@ def forward_backward(arguments, move, zigzag=True, least_bytes=choice.LEAST_BYTE
     inputs, options = problem(*arguments)
     if dist.get_backend() == "nccl":
         inputs, options = on_gpu(inputs), on_gpu(options)
-    shard = shard_of(arguments[0], move, zigzag)
+    shard = shard_of(arguments[0], move, zigzag, slack)
     q, k, v = (shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     leaves = {"dq": q, "dk": k, "dv": v}
     if "sinks" in options:
@@ -176,9 +178,9 @@ def _lse_gradient(shard, inputs, leaves, options):
     return all(torch.allclose(x, shard.take(y), rtol=1e-5, atol=1e-6) for x, y in pairs)
 
 
-def taken_and_gathered(lengths, move):
+def taken_and_gathered(lengths, move, slack=0.0):
     """Whether `take` and `gather` undo each other, along both axes, and gradients are sums."""
-    shard = shard_of(lengths, move)
+    shard = shard_of(lengths, move, slack=slack)
     x = torch.arange(3.0 * shard.total).reshape(shard.total, 3)
     mine = shard.take(x).requires_grad_()
     whole = shard.gather(mine)
@@ -255,6 +257,13 @@ def of_sharded(move):
             attention(*wrong, shard)
         except (TypeError, ValueError) as error:
             texts.append(str(error))
+    shard = Shard([10], group)  # of which torch has other chunks on two axes
+    local = torch.zeros(len(shard), 4, 16)
+    uneven = DTensor.from_local(local, group, places, shape=(10, 4, 16), stride=(64, 16, 1))
+    try:
+        attention(uneven, uneven, uneven, shard)
+    except ValueError as error:
+        texts.append(str(error))
     return same, texts
 
 

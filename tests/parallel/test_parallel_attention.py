@@ -157,6 +157,8 @@ def test_sharded_tensors(two, four):
         for same, texts in ranks.run(calls.of_sharded, move):
             assert same
             assert "must all be DTensors, or none" in texts[0] and "must be Shard(0)" in texts[1]
+            uneven = "must have [3, 2, 3, 2] tokens on its ranks, as torch has, got [3, 3, 2, 2]"
+            assert [uneven in text for text in texts[2:]] == [True] * (move != "auto")
 
 
 def test_take_and_gather(two, four):

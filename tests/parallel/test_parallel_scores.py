@@ -68,6 +68,15 @@ def test_block_masks(move, two):
 
 
 @pytest.mark.parametrize("move", ["heads", "keys"])
+def test_arrays_have_an_element_of_each_sequence_and_token(move, two):
+    """Not one of each token of a rank."""
+    for right, tokens, batches in two.run(texts.sizes, move):
+        assert right == ""
+        assert "axis 1 of table must have at least 20 elements" in tokens
+        assert "axis 0 of table must have at least 4 elements" in batches
+
+
+@pytest.mark.parametrize("move", ["heads", "keys"])
 def test_ways_of_torch(move, two):
     for found in two.run(texts.ways, move):
         assert found == dict.fromkeys(("checkpoint", "compiled"), True)

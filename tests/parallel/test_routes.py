@@ -55,8 +55,9 @@ class Memory(peers.Peers):
     def enter(self, size):
         self.host.barrier.wait(10)
         if self.team.rank == 0 and not self.host.arrays:
+            more = (1 + self.team.size) * size  # than a later use needs, all tokens on one rank
             for _ in range(self.team.size):
-                self.host.arrays.append(torch.full((2 * size,), 255, dtype=torch.uint8))  # NaN
+                self.host.arrays.append(torch.full((more,), 255, dtype=torch.uint8))  # NaN
         self.host.barrier.wait(10)
         self.memory = self.host.arrays[self.team.rank]
         self.handle = SimpleNamespace(buffer_ptrs=[x.data_ptr() for x in self.host.arrays])
@@ -104,18 +105,25 @@ def launched(request, folder, monkeypatch):
 
 
 CASES = [
-    (ranks, LENGTHS[lengths], band, zigzag)
+    (ranks, LENGTHS[lengths], band, zigzag, 0.0)
     for i, (ranks, lengths) in enumerate(itertools.product([1, 2, 3, 8], LENGTHS))
     for j, (band, zigzag) in enumerate(itertools.product(BANDS, [True, False]))
     if (i + j) % 4 == 0
 ]
+# The longest sequence is divided, or none; two ranks have no tokens.
+CASES += [
+    (3, [150, 40, 0, 61, 30], "causal", True, 0.3),
+    (2, [150, 40, 0, 61, 150], "both sides", True, 0.3),
+    (4, [150, 40, 1], "window", False, 2.5),
+    (4, [9, 8], "causal", True, 3.0),
+]
 
 
-@pytest.mark.parametrize(("ranks", "lengths", "band", "zigzag"), CASES, ids=str)
-def test_attention_by_copies(ranks, lengths, band, zigzag, launched):
+@pytest.mark.parametrize(("ranks", "lengths", "band", "zigzag", "slack"), CASES, ids=str)
+def test_attention_by_copies(ranks, lengths, band, zigzag, slack, launched):
     options, band = BANDS[band]
     inputs, _ = calls.problem(lengths, "float32", (4, 2), 16, {})
-    tokens = Tokens.of(lengths, ranks, zigzag)
+    tokens = Tokens.of(lengths, ranks, zigzag, slack=slack)
     host, found = Host(ranks), routes(tokens, band)
     index = [torch.from_numpy(tokens.index(rank)) for rank in range(ranks)]
     made = [calls_of(tokens, rank, band) for rank in range(ranks)]
@@ -155,10 +163,11 @@ def test_attention_by_copies(ranks, lengths, band, zigzag, launched):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("slack", [0.0, 3.0])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_heads_by_copies(lengths, ranks, launched):
+def test_heads_by_copies(lengths, slack, ranks, launched):
     """There and back, ranks one after another: what has arrived is looked at at the end."""
-    tokens, host = Tokens.of(lengths, ranks), Host(ranks, together=True)
+    tokens, host = Tokens.of(lengths, ranks, slack=slack), Host(ranks, together=True)
     index, runs = zip(*((tokens.index(rank), tokens.runs(rank)) for rank in range(ranks)))
     q = torch.randn(sum(lengths), ranks, 6)
     k = torch.randn(sum(lengths), ranks, 4, dtype=torch.float16)
@@ -177,10 +186,11 @@ def test_heads_by_copies(lengths, ranks, launched):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
-@pytest.mark.parametrize("lengths", [[4096], [5, 1, 300]], ids=str)
-def test_each_key_and_gradient_once(lengths, ranks):
+@pytest.mark.parametrize("slack", [0.0, 0.5])
+@pytest.mark.parametrize("lengths", [[4096], [5, 1, 300], [90, 300, 80, 85, 5]], ids=str)
+def test_each_key_and_gradient_once(lengths, slack, ranks):
     """Numbers of tokens in the place of keys, and in the place of gradients ones."""
-    tokens, band = Tokens.of(lengths, ranks), Band(None, 0)
+    tokens, band = Tokens.of(lengths, ranks, slack=slack), Band(None, 0)
     found = routes(tokens, band)
     keys, seen = numpy.full((ranks, found.keys), -1), numpy.zeros(tokens.total, int)
     slots = numpy.zeros((ranks, found.slots), int)

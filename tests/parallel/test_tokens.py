@@ -1,11 +1,17 @@
 """The division of tokens among 1 to 1024 ranks, and what travels between them, in one process."""
 
+import hypothesis
 import numpy
 import pytest
+import torch
+from hypothesis import strategies
 
+from cupyflash.parallel import choice
 from cupyflash.parallel.choice import keys_bytes
 from cupyflash.parallel.exchange import calls, exchange, share
+from cupyflash.parallel.gathered import GatheredKeys
 from cupyflash.parallel.tokens import Band, Tokens, ranges
+from cupyflash.parallel.transport import Team
 
 TILE = 128  # rows of queries of a tile
 RANKS = (1, 2, 3, 8, 1024)
@@ -87,7 +93,12 @@ def test_a_team_has_the_tokens_of_its_ranks(zigzag):
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_keys_arrive(name, ranks, band, zigzag):
     """Tokens stand for their keys: every query meets those that it sees, in their order."""
-    tokens = Tokens.of(LENGTHS[name], ranks, zigzag)
+    check_keys(Tokens.of(LENGTHS[name], ranks, zigzag), band)
+
+
+def check_keys(tokens, band):
+    """Every query of every rank meets the keys that it sees, in their order."""
+    ranks = tokens.ranks
     plans = [exchange(tokens, rank, band) for rank in range(ranks)]
     for rank, arrived in enumerate(travelled(tokens, plans)):
         rows = [numpy.arange(0)]
@@ -161,6 +172,83 @@ def travelled(tokens, plans):
             for rank in range(ranks)]  # fmt: skip
 
 
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("slack", [0.05, 0.3, 2.0])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_ranks_have_the_mean_and_the_slack(lengths, ranks, slack, zigzag):
+    """Of tokens and of pairs; the longest sequences alone are divided."""
+    tokens, even = Tokens.of(lengths, ranks, zigzag, slack=slack), Tokens.of(lengths, ranks, zigzag)
+    indices = [tokens.index(rank) for rank in range(ranks)]
+    assert numpy.array_equal(numpy.sort(numpy.concatenate(indices)), numpy.arange(sum(lengths)))
+    assert [len(x) for x in indices] == tokens.counts.tolist()
+    on = numpy.count_nonzero(tokens.sizes, axis=1)
+    whole, divided = tokens.lengths[on == 1], tokens.lengths[on > 1]
+    assert min(divided, default=0) >= max(whole[whole > 1], default=0) or not len(divided)
+    assert tokens.apart == (not len(divided))
+    if numpy.array_equal(tokens.cuts, even.cuts):
+        return  # all are divided
+    assert ranks * tokens.counts.max() <= (1 + slack) * sum(lengths)
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    if zigzag:
+        work = [tokens.work(rank, BANDS["causal"]) for rank in range(ranks)]
+        assert ranks * max(work) <= (1 + slack) * pairs + ranks * TILE * max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "slack", "divided"),
+    [
+        ([64, 64, 32, 32, 16, 16, 8, 8, 4, 4, 4, 4], 2, 0.01, 0),  # of bench parallel
+        ([64, 64, 32, 32, 16, 16, 8, 8, 4, 4, 4, 4], 4, 0.02, 6),
+        ([64, 64, 32, 32, 16, 16, 8, 8, 4, 4, 4, 4], 4, 0.05, 4),
+        ([64, 64, 32, 32, 16, 16, 8, 8, 4, 4, 4, 4], 4, 0.15, 2),
+        ([64, 64, 32, 32, 16, 16, 8, 8, 4, 4, 4, 4], 4, 0.5, 0),
+        ([900, 10, 10, 10, 10], 2, 0.05, 1),
+        ([10, 10, 10, 10, 900], 2, 0.05, 1),
+        ([50, 50, 50], 2, 0.1, 1),
+        ([50, 50], 3, 0.1, 2),
+        ([50, 50], 3, 0.6, 0),
+        ([50, 0, 50], 2, 1e-9, 0),
+        ([7], 4, 3.0, 0),
+    ],
+    ids=str,
+)
+def test_the_fewest_are_divided(lengths, ranks, slack, divided):
+    tokens = Tokens.of(lengths, ranks, slack=slack)
+    assert numpy.count_nonzero(numpy.count_nonzero(tokens.sizes, axis=1) > 1) == divided
+
+
+def test_without_slack_all_are_divided():
+    tokens = Tokens.of([8, 8, 8, 8], 2)
+    assert tokens.sizes.tolist() == [[4, 4]] * 4 and not tokens.apart
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.given(
+    lengths=strategies.lists(strategies.one_of(strategies.just(1), strategies.integers(0, 60)),
+                             max_size=12),
+    ranks=strategies.sampled_from([1, 2, 3, 4, 6]),
+    team=strategies.sampled_from([1, 2, 3]),
+    slack=strategies.floats(1e-6, 5.0),
+    band=strategies.sampled_from(list(BANDS.values())),
+    zigzag=strategies.booleans(),
+)  # fmt: skip
+def test_keys_of_any_lengths_arrive(lengths, ranks, team, slack, band, zigzag):
+    """Also between teams, whose ranks divide their tokens evenly."""
+    tokens = Tokens.of(lengths, ranks * team, zigzag, slack=slack, team=team)
+    check_keys(tokens, band)
+    teams = tokens.teams(team)
+    check_keys(teams, band)
+    for number in range(ranks):
+        some = range(team * number, team * (number + 1))
+        indices = numpy.concatenate([tokens.index(rank) for rank in some])
+        assert numpy.array_equal(numpy.sort(indices), teams.index(number))
+        counts = tokens.counts[team * number : team * (number + 1)]
+        assert counts.max() - counts.min() <= 2
+    if teams.apart:
+        assert share(teams, band) == 0.0
+
+
 @pytest.mark.parametrize("ranks", [8, 64, 256])
 def test_bytes_are_those_of_the_formula(ranks):
     """All keys of others, for a causal mask; with a window, its keys before each of two parts."""
@@ -183,6 +271,16 @@ def test_two_ranks_send_what_a_window_needs(window, everything):
     plan = exchange(tokens, 0, Band(window, 0))
     assert plan.everything == everything
     assert plan.receive_counts == ([] if everything else [64, 4])
+
+
+def test_ranks_send_as_many_heads_at_once(monkeypatch):
+    """Also where a window lets some of them receive fewer keys than others."""
+    tokens, band, shape = Tokens.of([128], 4), Band(16, 0), torch.empty(32, 4, 16)
+    plans = [exchange(tokens, rank, band) for rank in range(4)]
+    assert [sum(x.receive_counts) for x in plans] == [48, 64, 64, 48]
+    monkeypatch.setattr(choice, "LEAST_BYTES", 7000)  # of one head 48 keys have fewer, 64 more
+    ways = [GatheredKeys.of(Team(None, 4, r), None, x, [], "cpu") for r, x in enumerate(plans)]
+    assert [way.heads_at_once(shape, shape) for way in ways] == [1] * 4
 
 
 def test_ranges():

@@ -64,7 +64,7 @@ def arrays_of(name, lengths, heads):
     return tuple(found)
 
 
-def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
+def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES, slack=0.0):
     """(index, {name: result of this rank}) of a `calls.problem` with a text.
 
     The text "alibi" is what the option of this name does; then the LSE has the gradient `dlse_of`.
@@ -73,7 +73,7 @@ def forward_backward(arguments, name, move, least_bytes=choice.LEAST_BYTES):
     inputs, options = calls.problem(*arguments)
     if dist.get_backend() == "nccl":
         inputs, options = calls.on_gpu(inputs), calls.on_gpu(options)
-    shard = calls.shard_of(arguments[0], move)
+    shard = calls.shard_of(arguments[0], move, slack=slack)
     q, k, v = (shard.take(x).requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     learned = {}
     if name == "alibi":
@@ -121,6 +121,22 @@ def block_masks(move):
         attention(*leaves, shard, mask=other, move=move)
     except ValueError as error:
         return all(map(torch.equal, *results)), str(error)
+
+
+def sizes(move):
+    """The errors, "" for none, of arrays of as many elements as are read, and of fewer."""
+    lengths = [20, 20, 20, 9]  # the tokens of a rank are more than those of a sequence
+    inputs, _ = calls.problem(lengths, "float32", (4, 2), 16, {})
+    shard, found = calls.shard_of(lengths, move), []
+    mine = [shard.take(x) for x in (inputs.q, inputs.k, inputs.v)]
+    for batches, tokens in ((4, 20), (4, 19), (3, 20)):
+        table = torch.zeros(batches, tokens)
+        try:
+            attention(*mine, shard, move=move, score=lambda s, b, h, q, k: s + table[b, k])  # noqa: B023
+            found.append("")
+        except (ValueError, IndexError) as error:
+            found.append(str(error))
+    return found
 
 
 def ways(move):

@@ -122,8 +122,9 @@ BENCHMARKS = {
         },
     ),
     "parallel": Small(
-        "--gpus 2 --dtype float32 --checked 32 --impls cupyflash-heads cupyflash-keys ring",
-        2 * (4 + 3 + 3),  # the ring has one sequence only, without a window
+        "--gpus 2 --dtype float32 --checked 32 --impls cupyflash-heads cupyflash-keys "
+        "cupyflash-whole ring",
+        2 * (3 + 3 + 3 + 1 + 1),  # whole has packed ones only; the ring neither, and no window
         {"parallel.parallel.cases": lambda ranks: PARALLEL},
     ),
     "scores": Small(
