@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulator import COMPILER
 from places import run_script
-from targets import compute_capability, has
+from targets import compute_capability, few, has
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import environment, jit
@@ -38,13 +38,13 @@ needs_emulator = pytest.mark.skipif(not (COMPILER and has("torch")), reason="nee
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results(backend, emulated_kernels):
     """Against float64, in a process that takes itself for one with a Hopper GPU."""
-    run_script(HERE / "emulated_scores.py", emulated_kernels, backend, timeout=900)
+    run_script(HERE / "emulated_scores.py", emulated_kernels, backend, *few(), timeout=900)
 
 
 @needs_emulator
 def test_masks(emulated_kernels):
     """The tiles of masks on Hopper, against float64."""
-    run_script(HERE / "emulated_masks.py", emulated_kernels, timeout=900)
+    run_script(HERE / "emulated_masks.py", emulated_kernels, *few(), timeout=900)
 
 
 def text_of(name):
