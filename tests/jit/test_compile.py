@@ -197,20 +197,21 @@ def everything():
 
 
 def rest():
-    """What the tests leave to CI: kernels for old and new GPUs, and half of `tiles`."""
+    """What the tests leave to CI: each kernel for an old and for a new GPU, and half of `tiles`."""
     found = []
     for generation in (OLDER, NEWEST):
         of_name = {}
         for backend, capability in itertools.product(SETS.values(), generation):
-            archs = {x.name: (x, jit.arch_of(capability)) for x in by_area(backend, capability)}
-            for name, task in archs.items():
-                of_name.setdefault(name, []).append(task)
-        found += [tasks[i % len(tasks)] for i, tasks in enumerate(of_name.values())]
+            for config in backend.configurations(capability):
+                of_name.setdefault(config.name, {}).setdefault(capability, config)
+        for number, configs in enumerate(of_name.values()):
+            capability = [*configs][number % len(configs)]
+            found.append((configs[capability], jit.arch_of(capability)))
     return found + tiles()[::2]
 
 
 def widest():
-    """The widest kernel of each file for Hopper, and the other half of `tiles`."""
+    """A kernel of each file for Hopper, and the other half of `tiles`."""
     return list(dict.fromkeys((*files().values(), *tiles()[1::2])))
 
 
@@ -221,26 +222,30 @@ def hopper():
 
 
 def files():
-    """The widest kernel of each file, by the file."""
-    return {x.source: (x, "sm_90a") for backend in SETS.values() for x in by_area(backend, (9, 0))}
+    """The first kernel of each file, of sm90 the widest of `tiles`, by the file."""
+    found = {}
+    for backend in SETS.values():
+        for config in backend.configurations((9, 0)):
+            found.setdefault(config.source, (config, "sm_90a"))
+    return found | {task[0].source: task for task in tiles()}
 
 
 def tiles():
-    """The widest tile of sm90 for each head dim, which spills first: in turn two NVRTCs have it.
-
-    All tiles that an NVRTC has spilled or serialised, and that are still in use, are among them.
-    """
-    found = {}
-    for config in by_area(SETS["sm90"], (9, 0)):
+    """The widest tile of sm90 for each head dim, which spills first; two NVRTCs share them."""
+    first, found = {}, {}
+    for config in SETS["sm90"].configurations((9, 0)):
+        first.setdefault(tile(config), config)
+    for config in sorted(first.values(), key=area):
         if area(config):
             columns = [getattr(config, x, 0) for x in ("head_dim", "head_dim_v", "whole_heads")]
             found[(config.source, *columns)] = config, "sm_90a"
     return [found[x] for x in sorted(found)]
 
 
-def by_area(backend, capability):
-    """The kernels of an architecture, those of the widest tiles last."""
-    return sorted(backend.configurations(capability), key=area)
+def tile(config):
+    """The sizes of a kernel's tile, without what follows from those and options."""
+    without = {"smem_bytes", *SWITCHES} - {"whole_heads"}  # which has registers of its own
+    return config.name, *(x for x in vars(config).items() if x[0] not in without)
 
 
 def area(config):
