@@ -1,6 +1,7 @@
 """Scores and masks as texts in kernels that run on the CPU, against float64 (test_score_texts.py).
 
-``python tests/backends/emulated_scores.py FOLDER BACKEND``; kernels are compiled into the folder.
+``python tests/backends/emulated_scores.py FOLDER BACKEND [few]``; kernels are compiled into the
+folder. With ``few`` a case runs on two of the four backends, as most of the time is that of g++.
 """
 
 import dataclasses
@@ -21,6 +22,12 @@ from cupyflash.testing import Expected, Inputs, Result, make_inputs, make_varlen
 from cupyflash.testing import expected as reference
 
 FLOATS = ("float32", "float16")  # dtypes of arrays that can have a gradient
+FEW = "few" in sys.argv[1:]
+
+
+def comes(number: int, backend: str) -> bool:
+    """Whether a backend runs a case: with `FEW` every second one, two backends the others."""
+    return not FEW or number % 2 == (backend in ("sm90", "simt"))
 
 
 def run(case: Case, inputs: Inputs, *, deterministic: str = "", found=None, **options) -> dict:
@@ -146,6 +153,8 @@ def check_texts(folder: Path, backend: str) -> None:
     """
     of = list(problems(backend))
     for number in range(0 if backend == "sm90" else len(of), len(cases(1, 1, 1))):
+        if not comes(number, backend):
+            continue
         inputs, options = of[number % len(of)]
         if inputs.q.shape[-1] == 256 and backend == "fp16x3":  # too wide for its options
             continue
@@ -163,9 +172,11 @@ def check_texts(folder: Path, backend: str) -> None:
 def check_beside_options(folder: Path, backend: str) -> None:
     """Texts that stand for an option, beside others: the same results as the option."""
     dtype = "float32" if backend == "fp16x3" else "bfloat16"
-    text = cases(2, 200, 300)
+    text, numbers = cases(2, 200, 300), itertools.count()
 
     def check(name, inputs, options, given, right, kernel=""):
+        if not comes(next(numbers), backend) and not kernel:
+            return
         with emulator.hopper(folder) as launched, environment.override(backend=backend):
             results = run(text[name], inputs, **options, **given)
         print(f"{name}, {inputs.dtype}, {[*options, *given]}: {', '.join(launched)}")
@@ -197,7 +208,9 @@ def check_falling_scores(folder: Path, backend: str) -> None:
     """Dropout beside a score that falls where q k^T grows: that of -q, once more negated."""
     dtype = "float32" if backend in ("simt", "fp16x3") else "bfloat16"
     options, seed = {"dropout_p": 0.3}, torch.tensor([5])
-    for head_dim in (64,) if backend == "fp16x3" else (64, 160):
+    for number, head_dim in enumerate((64,) if backend == "fp16x3" else (64, 160)):
+        if not comes(number, backend):
+            continue
         lengths = {"batch": 1, "seqlen_q": 70, "seqlen_k": 150, "heads_q": 2}
         inputs = make_inputs("torch", dtype, head_dim=head_dim, **lengths)
         negated = dataclasses.replace(inputs, q=-inputs.q)
@@ -218,8 +231,11 @@ def check_gradients(folder: Path, backend: str) -> None:
     """Of an array of rank 0, and in exact sums: equal bits whatever the order of the blocks."""
     dtype = "float32" if backend == "fp16x3" else "bfloat16"
     inputs = make_inputs("torch", dtype, batch=2, seqlen_q=90, seqlen_k=130, heads_q=2)
-    check_case(folder, "temperature", learning(temperature()), inputs, backend)
-    for name in ("table", "gate"):
+    if comes(0, backend):
+        check_case(folder, "temperature", learning(temperature()), inputs, backend)
+    for number, name in enumerate(("table", "gate"), 1):
+        if not comes(number, backend):
+            continue
         case = learning(cases(2, 90, 130)[name])
         with emulator.hopper(folder) as launched, environment.override(backend=backend):
             first, second = (run(case, inputs, deterministic="error") for _ in range(2))
@@ -236,7 +252,7 @@ def check_gradients_beside_options(folder: Path, backend: str) -> None:
     """A text that reads a bias gives it the gradient of the option, beside other options."""
     dtypes = {"simt": ("float32", "bfloat16"), "fp16x3": ("float32",)}.get(backend, ("float16",))
     shape = {"batch": 2, "seqlen_q": 70, "seqlen_k": 100, "heads_q": 2, "heads_kv": 1}
-    rng = torch.Generator().manual_seed(4)
+    rng, numbers = torch.Generator().manual_seed(4), itertools.count()
     table = torch.randn((2, 2, 70, 100), generator=rng)
     mask = torch.rand((2, 100), generator=rng) < 0.7
     captures = (Capture("table", "float32", 4, True),)
@@ -249,6 +265,8 @@ def check_gradients_beside_options(folder: Path, backend: str) -> None:
         beside = [{"key_mask": mask}, {"window": (60, 20), "dropout_p": 0.2}]
         beside += [] if backend == "fp16x3" else [{"key_mask": mask, "bias": bias}]
         for options in beside:
+            if not comes(next(numbers), backend):
+                continue
             seeds = [{"dropout_seed": x} for x in (torch.tensor([5]), 5)]
             given, right = (options | x if "dropout_p" in options else options for x in seeds)
             with emulator.hopper(folder) as launched, environment.override(backend=backend):

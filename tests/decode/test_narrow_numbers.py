@@ -23,10 +23,10 @@ extern "C" void e4m3_75(const uint32_t* from, uint32_t* to) { widen_all<E4M3, 75
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def program(emulated_kernels):
     if not emulator.COMPILER:
         pytest.skip("needs g++")
-    folder = emulator.prepared(tmp_path_factory.mktemp("narrow"))
+    folder = emulator.prepared(emulated_kernels)
     return emulator.load(folder, PROGRAM, "decode/narrow.cuh")
 
 

@@ -6,7 +6,7 @@ import pytest
 from emulator import COMPILER
 from matrix import each_library
 from places import run_script
-from targets import has
+from targets import few, has
 
 from cupyflash.ops.attention.sm90.launch import box_of_pages
 from cupyflash.ops.decode.paged_rows import structs
@@ -15,7 +15,7 @@ from cupyflash.ops.decode.paged_rows import structs
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
 def test_emulated(emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU."""
-    run_script(Path(__file__).with_name("prefill_calls.py"), emulated_kernels)
+    run_script(Path(__file__).with_name("prefill_calls.py"), emulated_kernels, *few())
 
 
 @each_library(library="torch", device="cuda")

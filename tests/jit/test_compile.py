@@ -1,9 +1,8 @@
 """Kernels compile for every architecture, without spills and ptxas warnings. Needs no GPU.
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
-deterministic selection is. Without a GPU: every kernel for each architecture, but for those
-`LIKE_SM80` only what no other has; over all of them every value of every switch and, but for
-attention, whose tiles `.ci/run` compiles, of every size.
+deterministic selection is. Without a GPU: every kernel of attention for sm_75, sm_80 and sm_90a,
+every other for `DIFFERENT`, and over all architectures every value of every switch.
 Where there is a GPU, and so usually more than two cores: in the backends of attention every tile of
 each architecture with every pair of switches (dtype, softcap, ALiBi, ...), and over all
 architectures every tile with every value of every switch; the other kernels are the same on all
@@ -44,7 +43,8 @@ SAME_EVERYWHERE = {
     for config in topic.configurations(capability)
 }
 LIKE_SM80 = ((8, 6), (8, 9), (10, 0), (12, 0))  # its instructions and registers
-NEWEST = LIKE_SM80[2:]  # of which CI compiles every kernel, as their code is made in other ways
+NEWEST = LIKE_SM80[2:]  # CI compiles each kernel for one, as their code is made in other ways
+DIFFERENT = ((7, 5), (9, 0))  # the least and the most instructions that kernels choose between
 OLDER = ((6, 0), (7, 0))  # what these spill is not looked at
 THOROUGH = compute_capability()[0] > 0
 
@@ -52,7 +52,9 @@ THOROUGH = compute_capability()[0] > 0
 def needs(config, capability):
     """What compiling a configuration covers: (for its architecture, for all of them)."""
     if not THOROUGH:
-        return set() if capability in LIKE_SM80 else {config.name}, few_needs(config)
+        everywhere = type(config) in SAME_EVERYWHERE
+        wanted = capability in DIFFERENT if everywhere else capability not in LIKE_SM80
+        return {config.name} if wanted else set(), few_needs(config)
     values = dict(vars(config))
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
     whole = (config.name, *values.items())
@@ -64,18 +66,13 @@ def needs(config, capability):
 
 def few_needs(config):
     """What all architectures together must cover without a GPU."""
-    name, *values = tile(config)
-    if type(config) not in SAME_EVERYWHERE:
-        values = []
     switches = {x: getattr(config, x) for x in SWITCHES if hasattr(config, x)}
     bias = switches.pop("bias", 0)  # kernels share what loads each kind
-    return {("bias", bias)} | {(name, x) for x in (*values, *switches.items(), bool(bias))}
-
-
-def tile(config):
-    """A kernel's name and the sizes of its tile, without what follows from those and options."""
-    without = {"smem_bytes", *SWITCHES} - {"whole_heads"}  # which has registers of its own
-    return config.name, *(x for x in vars(config).items() if x[0] not in without)
+    # Beside attention they share what computes an activation, too, and the like.
+    shared = type(config) in SAME_EVERYWHERE
+    of_kernel = {x: switches.pop(x) for x in tuple(switches) if x == "dtype" or not shared}
+    named = {(config.name, x) for x in (*of_kernel.items(), bool(bias))}
+    return {("bias", bias), *switches.items()} | named
 
 
 @functools.cache
@@ -176,15 +173,17 @@ def test_selection_covers(backend):
 
 
 def test_ci_compiles_the_rest():
-    """Every tile of attention, and every kernel for the newest GPUs, in this run or in CI's."""
-    tasks = rest() + hopper()
-    for name, capability in itertools.product(SETS, CAPABILITIES):
-        tasks += [(config, jit.arch_of(capability)) for config in selection(name)[capability]]
-    compiled = {tile(config) for config, _ in tasks} | {(x.name, arch) for x, arch in tasks}
-    for name, capability in itertools.product(SETS, CAPABILITIES):
-        for config in SETS[name].configurations(capability):
-            assert name not in BACKENDS or tile(config) in compiled
-            assert capability in LIKE_SM80[:2] or (config.name, jit.arch_of(capability)) in compiled
+    """Every kernel for one of the old and of the new GPUs, in this run or in CI's, every file for
+    Hopper by the newest NVRTC, and each of `tiles` by that or by the one of the tests.
+    """
+    compiled = {(config.name, arch) for config, arch in rest()}
+    for backend in SETS.values():
+        for generation in (OLDER, NEWEST):
+            for config in itertools.chain(*map(backend.configurations, generation)):
+                assert {(config.name, jit.arch_of(x)) for x in generation} & compiled
+        assert {x.source for x in backend.configurations((9, 0))} <= {x.source for x, _ in widest()}
+    assert {*tiles()} <= {*rest(), *widest()}
+    assert {x.source for x, _ in tiles()} <= {x.source for x, _ in hopper()}
     words = re.findall(r'nvidia-cuda-nvrtc\S* (\w+)"', (ROOT / ".ci" / "run").read_text())
     assert set(words) == set(SOME)
 
@@ -198,43 +197,55 @@ def everything():
 
 
 def rest():
-    """What the tests leave to CI: other tiles of attention, and each kernel for some GPUs.
-
-    Of Hopper the widest tiles, as `hopper` has all of them.
-    """
-    tested = itertools.chain(*(x for name in BACKENDS for x in selection(name).values()))
-    of_hopper = {tile(x) for x, _ in hopper()} - {tile(x) for x, _ in widest()}
-    found, first = {*map(tile, tested), *of_hopper}, {}
-    for name, capability in itertools.product(SETS, (*CAPABILITIES, *OLDER)):
-        for config in SETS[name].configurations(capability):
-            task = config, jit.arch_of(capability)
-            if name in BACKENDS and tile(config) not in found:
-                first.setdefault(tile(config), task)
-            if capability in (*NEWEST, *OLDER):
-                first.setdefault((config.name, capability), task)
-    return list(dict.fromkeys(first.values()))
-
-
-def hopper():
-    """Each tile of sm90, whose kernels depend most on NVRTC; of other kernels the first."""
-    first = {}
-    for backend in SETS.values():
-        for config in backend.configurations((9, 0)):
-            of = tile(config) if backend is SETS["sm90"] else config.name
-            first.setdefault(of, config)
-    return [(config, "sm_90a") for config in first.values()]
+    """What the tests leave to CI: each kernel for an old and for a new GPU, and half of `tiles`."""
+    found = []
+    for generation in (OLDER, NEWEST):
+        of_name = {}
+        for backend, capability in itertools.product(SETS.values(), generation):
+            for config in backend.configurations(capability):
+                of_name.setdefault(config.name, {}).setdefault(capability, config)
+        for number, configs in enumerate(of_name.values()):
+            capability = [*configs][number % len(configs)]
+            found.append((configs[capability], jit.arch_of(capability)))
+    return found + tiles()[::2]
 
 
 def widest():
-    """Of `hopper` a kernel of each file; of tiles the widest of each head dim, which spill first.
+    """A kernel of each file for Hopper, and the other half of `tiles`."""
+    return list(dict.fromkeys((*files().values(), *tiles()[1::2])))
 
-    All tiles that an NVRTC has spilled or serialised, and that are still in use, are among them.
-    """
+
+def hopper():
+    """Those of `files` that no other GPU can run: they depend most on NVRTC."""
+    others = {x.source for backend in SETS.values() for x in backend.configurations((8, 0))}
+    return [task for source, task in files().items() if source not in others]
+
+
+def files():
+    """The first kernel of each file, of sm90 the widest of `tiles`, by the file."""
     found = {}
-    for config, arch in sorted(hopper(), key=lambda task: area(task[0])):
-        columns = [getattr(config, x, 0) for x in ("head_dim", "head_dim_v", "whole_heads")]
-        found[(config.source, *(columns if area(config) else ()))] = config, arch
-    return list(found.values())
+    for backend in SETS.values():
+        for config in backend.configurations((9, 0)):
+            found.setdefault(config.source, (config, "sm_90a"))
+    return found | {task[0].source: task for task in tiles()}
+
+
+def tiles():
+    """The widest tile of sm90 for each head dim, which spills first; two NVRTCs share them."""
+    first, found = {}, {}
+    for config in SETS["sm90"].configurations((9, 0)):
+        first.setdefault(tile(config), config)
+    for config in sorted(first.values(), key=area):
+        if area(config):
+            columns = [getattr(config, x, 0) for x in ("head_dim", "head_dim_v", "whole_heads")]
+            found[(config.source, *columns)] = config, "sm_90a"
+    return [found[x] for x in sorted(found)]
+
+
+def tile(config):
+    """The sizes of a kernel's tile, without what follows from those and options."""
+    without = {"smem_bytes", *SWITCHES} - {"whole_heads"}  # which has registers of its own
+    return config.name, *(x for x in vars(config).items() if x[0] not in without)
 
 
 def area(config):

@@ -9,6 +9,7 @@ import texts
 from emulator import COMPILER
 from matrix import each
 from places import run_script
+from targets import few
 
 from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.parallel.choice import LEAST_BYTES
@@ -110,4 +111,4 @@ def test_dropout_of_pieces(target, score):
 def test_emulated_kernels(backend, emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU."""
     program = Path(__file__).with_name("emulated_pieces.py")
-    run_script(program, emulated_kernels, backend, timeout=900)
+    run_script(program, emulated_kernels, backend, *few(), timeout=900)

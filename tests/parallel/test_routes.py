@@ -86,8 +86,8 @@ def copy_rows(target, pitch_there, source, pitch, width, rows, stream):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return emulator.prepared(tmp_path_factory.mktemp("emulated"))
+def folder(emulated_kernels):
+    return emulator.prepared(emulated_kernels)
 
 
 @pytest.fixture(params=["engines", "kernel"])

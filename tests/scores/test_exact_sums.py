@@ -19,10 +19,10 @@ TINIEST, LARGEST = 2.0**-149, float(numpy.finfo("float32").max)
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def program(emulated_kernels):
     if not emulator.COMPILER:
         pytest.skip("needs g++")
-    folder = emulator.prepared(tmp_path_factory.mktemp("sums"))
+    folder = emulator.prepared(emulated_kernels)
     found = emulator.load(folder, PROGRAM, "attention/text/exact_sum.cuh")
     found.sum.restype = ctypes.c_float
     return found

