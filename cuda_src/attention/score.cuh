@@ -63,6 +63,13 @@ struct ScorePlace {
   const int64_t* dropout_seed;  // null without dropout
   int row;                      // that of element [0][0] in this lane
   int col;
+
+  // The place for scores that are computed a second time, in a rare case. What a text has computed
+  // from the positions the first time would wait in registers for it.
+  __device__ __forceinline__ ScorePlace again() const {
+    if constexpr (!HAS_USER_SCORE) return *this;
+    return {sequence, batch, head, alibi_slope, dropout_seed, opaque(row), opaque(col)};
+  }
 };
 
 template <class Options, class Params>

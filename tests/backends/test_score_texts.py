@@ -20,7 +20,7 @@ from cupyflash.ops.attention.score_text import Capture, Text
 from cupyflash.ops.attention.score_text.pieces import of_pieces
 from cupyflash.ops.attention.simt.kernels import captures_kernel
 from cupyflash.ops.attention.sm80 import capture_gradients
-from cupyflash.ops.attention.sm90.forward import forward_kernel, text_tiles
+from cupyflash.ops.attention.sm90.forward import forward_kernel, split_kernels, text_tiles
 
 pytestmark = pytest.mark.no_backend  # each test says which it is about
 needs_torch = pytest.mark.skipif(not has("torch"), reason="needs torch")
@@ -87,6 +87,21 @@ def test_registers(capability, name):
     ]
     assert len(found) == 2
     assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
+
+
+@needs_nvrtc
+@needs_torch
+def test_first_tile_serves():
+    """What scores need a second time waits in no register: so the first call compiles one tile."""
+    import torch
+
+    from cupyflash import Score
+
+    score = Score("score - slopes(head) * abs(query - key) + 0.001 * key", slopes=torch.ones(4))
+    kind = Kind("bfloat16", 128, Features(text=score.alone), (9, 0))
+    kernel, _ = split_kernels(forward_kernel(kind, next(iter(text_tiles(kind)))))
+    built = jit.build(kernel, "sm_90a")
+    assert (built.stack_bytes, built.warnings) == (0, ())
 
 
 @needs_nvrtc

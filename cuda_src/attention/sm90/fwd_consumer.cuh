@@ -180,7 +180,7 @@ struct FwdConsumer {
       if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order, line)) {
         compute_s_again<T, L>(s, smem + q_ring.stage * L::TileQ::BYTES,
                               smem + L::K_OFFSET + kv_ring.stage * L::TileK::BYTES, warp_row);
-        score.apply(s, at, add_bias, masked);
+        score.apply(s, at.again(), add_bias, masked);
         apply_masks();
         state.template update<Options::SOFTCAP>(s, score.scale_log2);
       }
