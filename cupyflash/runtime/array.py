@@ -35,6 +35,28 @@ class View(NamedTuple):
     device: int | str  # -1: the CPU; the name of a device that is neither CPU nor CUDA
 
 
+class Empty(NamedTuple):
+    """An array that a plan allocates at each call, with the dtype and on the device of ``like``."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    like: View
+    float32: bool = False  # instead of that dtype
+
+
+def allocated(
+    library: Any, wanted: tuple[Empty, ...], like: Array
+) -> tuple[list[Array], list[int]]:
+    """These, allocated by a library on the device of ``like``, and their pointers."""
+    made = [
+        library.empty_float32(x.shape, like)
+        if x.float32
+        else library.empty(x.shape, x.strides, like)
+        for x in wanted
+    ]
+    return made, [library.pointer(x) for x in made]
+
+
 def dense_strides(shape: tuple[int, ...], order: Any) -> tuple[int, ...]:
     """Strides in elements of a dense array whose axes lie in ``order``, the outermost first.
 

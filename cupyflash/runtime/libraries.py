@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from . import loaded
-from .array import SEEDS, Array, View, dense_strides
+from .array import SEEDS, Array, Empty, View, allocated, dense_strides
 
 
 @functools.cache
@@ -71,11 +71,9 @@ class Library:
         """The strides (in elements) of a result that belongs to ``like``; C order."""
         return dense_strides(shape, range(len(shape)))
 
-    def allocator(self, shape: tuple, strides: tuple, of: View, float32: bool = False) -> Callable:
-        """A function that is `empty`, or `empty_float32`, for arrays of the view ``of``."""
-        if float32:
-            return functools.partial(self.empty_float32, shape)
-        return functools.partial(self.empty, shape, strides)
+    def allocator(self, *results: Empty) -> Callable[[Array], tuple[list[Array], list[int]]]:
+        """A function that allocates these on the device of its argument; their pointers, too."""
+        return functools.partial(allocated, self, results)
 
     def to_list(self, x: Array) -> list[int]:
         return x.tolist()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from .array import SEEDS, Array, View, dense_strides
+from .array import SEEDS, Array, Empty, View, dense_strides
 from .torch_tracking import TorchTracking
 
 
@@ -131,17 +131,28 @@ class TorchLibrary(TorchTracking):
 
     empty_strided = empty
 
-    def allocator(self, shape: tuple, strides: tuple, of: View, float32: bool = False) -> Callable:
-        general, on_gpu = super().allocator(shape, strides, of, float32), self.gpu_allocator()
-        if on_gpu is None or not isinstance(of.device, int) or of.device < 0:
+    def allocator(self, *results: Empty) -> Callable[[Array], tuple[list[Array], list[int]]]:
+        general, on_gpu = super().allocator(*results), self.gpu_allocator()
+        device = results[0].like.device
+        if on_gpu is None or not isinstance(device, int) or device < 0:
             return general
-        dtype = getattr(self.torch, "float32" if float32 else of.dtype)
-        shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
+        wanted = [
+            (
+                tuple(map(int, x.shape)),
+                tuple(map(int, x.strides)),
+                getattr(self.torch, "float32" if x.float32 else x.like.dtype),
+            )
+            for x in results
+        ]
 
-        def allocate(x: Array) -> Array:
-            result = on_gpu(shape, strides, dtype)
+        def allocate(like: Array) -> tuple[list[Array], list[int]]:
+            made, pointers = [], []
+            for shape, strides, dtype in wanted:
+                x = on_gpu(shape, strides, dtype)
+                made.append(x)
+                pointers.append(x.data_ptr())
             # torch's current GPU may be another one than CUDA's, which is that of the plan.
-            return result if result.get_device() == x.get_device() else general(x)
+            return (made, pointers) if x.get_device() == like.get_device() else general(like)
 
         return allocate
 

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from cupyflash.runtime.array import Empty
 from cupyflash.runtime.operation import Plans
 
 
@@ -41,12 +42,15 @@ def test_results_are_on_the_gpu_of_the_input(monkeypatch, current, float32):
     def on_gpu(shape, strides, dtype):
         assert type(shape) is type(strides) is tuple
         made.append(torch.empty_strided(shape, strides, dtype=dtype))
-        return made[-1] if current == -1 else types.SimpleNamespace(get_device=lambda: current)
+        elsewhere = {"get_device": lambda: current, "data_ptr": lambda: 0}
+        return made[-1] if current == -1 else types.SimpleNamespace(**elsewhere)
 
     monkeypatch.setattr(TorchLibrary, "gpu_allocator", lambda self: on_gpu)
     library, x = TorchLibrary(), torch.empty(3, 2, dtype=torch.float16).T
     view = library.view(x)._replace(device=0)
-    result = library.allocator(x.shape, (3, 1), view, float32)(x)
+    wanted = Empty(x.shape, (3, 1), view, float32)
+    (result,), (pointer,) = library.allocator(wanted)(x)
+    assert pointer == result.data_ptr()
     assert (result is made[0]) == (current == -1)
     assert result.dtype == (torch.float32 if float32 else torch.float16)
     assert result.shape == x.shape and result.stride() == (3, 1) and result.get_device() == -1

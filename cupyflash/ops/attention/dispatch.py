@@ -69,7 +69,7 @@ def forward(
         bias_aligned, sinks = _extra_alignment(library, arrays[3:])
     settings = environment.current()
     plans = _forward_plans if options[MAX_SEQLENS] is None else _packed_forward_plans
-    given, numbers = arrays, {}
+    given, numbers = arrays, None
     if text_of(options) is not None:
         given, numbers = _without_numbers(arrays, len(TENSORS) + NUM_EXTRAS)
     key, pointers = plans.key(library, given, (options, settings.backend, bias_aligned))
@@ -83,8 +83,9 @@ def forward(
         return plan.narrow(out), lse
     if sinks is not None:
         pointers[3 + SINKS] = library.pointer(sinks)
-    for place, number in numbers.items():
-        pointers[place] = number
+    if numbers:
+        for place, number in numbers.items():
+            pointers[place] = number
     return plan(q, pointers, need_lse)
 
 
@@ -126,7 +127,7 @@ def backward(
     settings = environment.current()
     plans = _backward_plans if options[MAX_SEQLENS] is None else _packed_backward_plans
     asked = (options, settings.backend, bias_aligned, deterministic, bias_grad)
-    given, numbers = arrays, {}
+    given, numbers = arrays, None
     if text_of(options) is not None:
         given, numbers = _without_numbers(arrays, len(BACKWARD_TENSORS) + NUM_EXTRAS)
     key, pointers = plans.key(library, given, asked)
@@ -154,8 +155,9 @@ def backward(
         copies.append(_contiguous(library, dlse, pointers, 6))
     if sinks is not None:
         pointers[7 + SINKS] = library.pointer(sinks)
-    for place, number in numbers.items():
-        pointers[place] = number
+    if numbers:
+        for place, number in numbers.items():
+            pointers[place] = number
     dq, dk, dv, dbias, dsinks, *of_captures = plan(q, k, v, pointers)
     del copies
     if dbias is not None:

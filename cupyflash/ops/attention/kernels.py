@@ -112,6 +112,10 @@ class AttentionLaunch(Launch):
             self.captures_at = base.offset if base else 0
             self.captures_end = self.captures_at + config.captures_size
 
+    def plain_argument(self, packed: bytes, pointers: tuple[int, ...], stream: Any) -> bytes:
+        """The argument of a call without optional arrays, whose pointers are packed already."""
+        return packed + self.tail
+
     def with_captures(self, argument: bytes, captures: bytes) -> bytes:
         """The argument with the captures in their place, if the kernel takes any."""
         if self.captures_end == 0:

@@ -7,10 +7,9 @@ call then allocates its results, puts the pointers in front and launches.
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
-from ...runtime.array import Array, View, dense_strides
+from ...runtime.array import Array, Empty, View, dense_strides
 from ...runtime.operation import Plan
 from .options import BIAS, KEY_MASK
 from .passes import Pass, Wanted, zeros_for
@@ -27,7 +26,10 @@ class PassPlan(Plan):
         super().__init__(problem.device)
         self.library, self.work = library, work
         own = any(launch.workspace_size for launch in work.launches)
+        own = own or problem.pages is not None
+        # Calls without optional arrays pack the pointers once, for all launches.
         self.is_plain = not (own or work.key_mask or work.bias_gradient or work.mask_tiles)
+        self.pack = work.launches[0].pack if work.launches else None
 
     def run(self, *call: Any) -> tuple[Array | None, ...]:
         """Allocates the results of a call, launches the kernels, and returns the results."""
@@ -37,9 +39,9 @@ class PassPlan(Plan):
             return results
         stream, record = library.stream(self.device_id), None
         if self.is_plain and not extras:
-            arguments = (*arguments, *NO_POINTERS, *option_gradients)
+            packed = self.pack(*arguments, *NO_POINTERS, *option_gradients)
             for launch in work.launches:
-                launch.start(stream, launch.argument(*arguments, stream=stream))
+                launch.start(stream, launch.plain_argument(packed, arguments, stream))
             return results
         captures, tiles = work.of_text(library, stream, like, extras)
         bias = extras[BIAS] if extras else 0
@@ -87,20 +89,22 @@ class ForwardPlan(PassPlan):
         # Where v has fewer columns than q, out lies in memory of as many, like that of a v that is
         # padded. So its strides do not depend on the kernel.
         self.columns_v = problem.head_dims[1] if problem.needs_padding else None
-        self.empty_out = library.allocator(q.shape, out_strides, q)
-        self.empty_lse = _allocator_float32(library, problem.lse_shape, q)
+        out, lse = Empty(q.shape, out_strides, q), _float32(problem.lse_shape, q)
+        self.empty_out, self.empty_both = library.allocator(out), library.allocator(out, lse)
         self.lengths = problem.extras.lengths
 
     def prepared(self, like: Array, pointers: list[int], need_lse: bool) -> Prepared:
         """Out and LSE, allocated as ``like`` is; pointers of q, k, v and perhaps of `Extras`."""
-        library = self.library
-        out = self.empty_out(like)
-        lse = self.empty_lse(like) if need_lse else None
+        if need_lse:
+            (out, lse), made = self.empty_both(like)
+        else:
+            (out,), made = self.empty_out(like)
+            lse, made = None, (*made, 0)
         if self.lengths:  # rows that the kernels leave alone
-            library.fill(out, 0)
+            self.library.fill(out, 0)
             if need_lse:
-                library.fill(lse, -math.inf)
-        arguments = *pointers[:3], library.pointer(out), library.pointer(lse) if need_lse else 0
+                self.library.fill(lse, -math.inf)
+        arguments = (*pointers[:3], *made)
         seen = out if self.columns_v is None else out[..., : self.columns_v]
         return like, (seen, lse), arguments, pointers[3:], (), None
 
@@ -109,7 +113,7 @@ class BackwardPlan(PassPlan):
     """The backward of one problem; the gradients are like q, k and v.
 
     Args:
-        gradients: the allocators of dq, dk and dv.
+        gradients: dq, dk and dv.
         wanted: what the launches were made for.
     """
 
@@ -118,15 +122,15 @@ class BackwardPlan(PassPlan):
         problem: Problem,
         library: Any,
         q: View,
-        gradients: list[Callable[[Array], Array]],
+        gradients: list[Empty],
         wanted: Wanted,
         work: Pass,
     ) -> None:
         super().__init__(problem, library, work)
         shape, extras = problem.shape, problem.extras
-        self.empty_dq, self.empty_dk, self.empty_dv = gradients
         *sizes, self.semaphores = work.scratch  # one allocation, and one of zeros if need be
-        self.empty_scratch = _allocator_float32(library, (sum(sizes) // 4,), q)
+        # A gradient has memory of its own, as one of them may outlive the others.
+        self.empty = library.allocator(*gradients, _float32((sum(sizes) // 4,), q))
         self.offsets = tuple(itertools.accumulate(sizes[:-1], initial=0))
         self.dsinks_shape = (shape.heads_q,) if extras.sinks else None
         self.dbias_shape = None if wanted.bias is None else extras.bias.shape
@@ -155,19 +159,15 @@ class BackwardPlan(PassPlan):
             zeros = [library.zeros_like(x) for x in (q, k, v)]
             zeros += [dbias, dsinks, *zeros_for(library, self.learned, q)]
             return q, tuple(zeros), (), [], (), None
-        dq, dk, dv = self.empty_dq(q), self.empty_dk(k), self.empty_dv(v)
+        (dq, dk, dv, scratch), (*made, start) = self.empty(q)
         if self.fills:
             for gradient in (dq, dk, dv):
                 library.fill(gradient, 0)
-        scratch = self.empty_scratch(q)
         semaphores = library.zeros_int32(self.semaphores, q) if self.semaphores else None
-        start = pointer(scratch)
         lse_log2, delta, dq_accum, partial = self.offsets
         arguments = (
             *pointers[:6],
-            pointer(dq),
-            pointer(dk),
-            pointer(dv),
+            *made,
             pointers[6],
             start + lse_log2,
             start + delta,
@@ -203,8 +203,8 @@ def has_no_order(problem: Problem, wanted: Wanted, work: Pass) -> bool:
     return bool(added and problem.shape.seqlen_k and problem.bias_is_broadcast)
 
 
-def _allocator_float32(library: Any, shape: tuple[int, ...], like: View) -> Callable:
-    return library.allocator(shape, dense_strides(shape, range(len(shape))), like, float32=True)
+def _float32(shape: tuple[int, ...], like: View) -> Empty:
+    return Empty(shape, dense_strides(shape, range(len(shape))), like, float32=True)
 
 
 def _zeros_float32(library: Any, shape: tuple[int, ...], like: Array) -> Array:

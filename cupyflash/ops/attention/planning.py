@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ...runtime.array import View, dense_strides
+from ...runtime.array import Empty, View, dense_strides
 from ...runtime.gpu import Card, card_of
 from . import tuning
 from .backends import BACKENDS, Backend, choose, pads
@@ -61,7 +61,7 @@ def backward_plan(
         x = views[name]
         wide = (*x.shape[:-1], shape.head_dim)
         dense = result_strides(library, shape.head_dim, x)
-        gradients.append(library.allocator(wide, dense, x))
+        gradients.append(Empty(wide, dense, x))
         like = View(wide, dense, x.dtype, x.device)
         strides[f"d{name}_strides"] = canonical_strides(name, like, options)
     dbias = None

@@ -9,7 +9,7 @@ from ...runtime.array import compiling
 from ...runtime.lookup import library_of
 from ...runtime.torch_calls import readable, refuse_batched
 from . import dispatch
-from .options import BIAS, NUM_EXTRAS, SINKS, Gradients, text_of
+from .options import BIAS, DROPOUT_P, NUM_EXTRAS, SINKS, Gradients, text_of
 from .preparation import BACKWARD_TENSORS, TENSORS, prepared, with_seed
 
 LIBRARY = library_of(torch.empty(0))
@@ -36,7 +36,9 @@ class Forward:
         function: str, arrays: tuple, options: tuple[tuple, bool]
     ) -> tuple[Tensor, Tensor | None]:
         """(out, lse), recorded for the backward pass where a tensor requires a gradient."""
-        arrays = prepared(function, LIBRARY, TENSORS, arrays, options[0])
+        q, k, v = arrays[:3]
+        if len(arrays) > 3 or options[0][DROPOUT_P] or not type(q) is type(k) is type(v):
+            arrays = prepared(function, LIBRARY, TENSORS, arrays, options[0])
         if LIBRARY.is_autocast():
             arrays = _autocast(arrays)
             if not LIBRARY.wants_gradient(*arrays):
@@ -44,7 +46,8 @@ class Forward:
         q, k, v, *extras = arrays
         learned = (extras[BIAS], extras[SINKS]) if extras else (None, None)
         extras, captures = extras[:NUM_EXTRAS], extras[NUM_EXTRAS:]
-        return _record(q, k, v, *learned, (function, extras, options[0]), *captures)
+        results = _record(q, k, v, *learned, (function, extras, *options), *captures)
+        return results if options[1] else (results, None)
 
 
 class Backward:
@@ -65,7 +68,7 @@ class Backward:
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of `dispatch.forward`; either may have a gradient.
+    """(out, lse) of `dispatch.forward`, or out; either may have a gradient.
 
     Bias and sinks are arguments of their own, as only those of the extras have gradients. All that
     is no tensor is one argument, as torch spends time on each; but the captures of a text are
@@ -74,7 +77,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q, k, v, bias, sinks, call, *captures):  # noqa: ANN001, ANN205
-        function, extras, options = call
+        function, extras, options, need_lse = call
         # Tensors in here would outlive what checkpoints and hooks make of saved ones.
         ctx.call = function, len(extras), options
         arrays = (q, k, v, *extras, *captures)
@@ -86,11 +89,13 @@ class Attention(torch.autograd.Function):
             ctx.numbers = [None if isinstance(x, Tensor) else x for x in captures]
             captures = [x if isinstance(x, Tensor) else None for x in captures]
         ctx.save_for_backward(q, k, v, out, lse, *extras, *captures)
+        if not need_lse:
+            return out
         ctx.set_materialize_grads(False)  # a dlse of zeros would be read for nothing
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout, dlse):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, dout, dlse=None):  # noqa: ANN001, ANN205
         refuse_batched(dout, dlse)
         q, k, v, out, lse, *extras = ctx.saved_tensors
         function, given, options = ctx.call

@@ -76,10 +76,9 @@ class PersistentLaunch(AttentionLaunch):
         if problem.has_own_lengths:
             self.sequences = OwnLengths(config, problem, params)
             self.workspace_size = self.sequences.workspace_size
-        # The bytes of the argument behind the pointers, if all calls have the same ones, else None.
-        alike = self.counters is _no_counter and splits == 1 and not self.pages
-        alike = alike and self.bias_maps is None and self.sequences is None
-        self.constant = self.tail + NO_SEQUENCES + self.rest(None, 0) + NO_MAP if alike else None
+        # The bytes behind the pointers of `plain_argument`, if all calls have the same ones.
+        alike = self.counters is _no_counter and splits == 1
+        self.constant = self._behind(None) if alike else None
 
     def argument(
         self, *pointers: int, stream: Any = None, workspace: int = 0, bias: int = 0
@@ -87,8 +86,6 @@ class PersistentLaunch(AttentionLaunch):
         """The argument, after the launch of the kernel that makes the maps of sequences, if any."""
         mapped = self.mapped(pointers)
         maps = self.maps[mapped]
-        if self.constant is not None:
-            return maps + self.pack(*pointers) + self.constant
         if self.pages:  # whose table takes the place of a bias
             maps = pack_two(bias, mapped[2]) + self.pages + maps
         base = self.pack(*pointers) + self.tail
@@ -97,6 +94,13 @@ class PersistentLaunch(AttentionLaunch):
             packed = self.sequences(stream, maps, pointers, workspace)
         bias_map = NO_MAP if self.bias_maps is None else self.bias_maps[(bias,)]
         return maps + base + packed + self.rest(stream, workspace) + bias_map
+
+    def plain_argument(self, packed: bytes, pointers: tuple[int, ...], stream: Any) -> bytes:
+        maps = self.maps[self.mapped(pointers)]
+        return maps + packed + (self.constant or self._behind(stream))
+
+    def _behind(self, stream: Any) -> bytes:
+        return self.tail + NO_SEQUENCES + self.rest(stream, 0) + NO_MAP
 
     def rest(self, stream: Any, workspace: int) -> bytes:
         """``tile_counter`` and what follows it in the argument, up to the map of the bias."""
