@@ -32,8 +32,8 @@ __device__ __forceinline__ float divide(float a, float b) {
   return TEXT_IS_EXACT ? a / b : a * rcp_approx(b);
 }
 // a / b of what does not depend on the score, which a floor, a cast or a comparison may take apart:
-// what a times 1 / b misses is added, so that whole quotients are whole. Where that is NaN (b is 0 or
-// infinite), nothing is missed.
+// what a times 1 / b misses is added, so that whole quotients are whole. Where that is NaN (b is 0
+// or infinite), nothing is missed.
 __device__ __forceinline__ float quotient(float a, float b) {
   if (TEXT_IS_EXACT) return a / b;
   const float inverse = rcp_approx(b), rough = a * inverse;
@@ -48,7 +48,13 @@ __device__ __forceinline__ float log2(float x) { return log2f(x); }
 __device__ __forceinline__ float log(float x) { return logf(x); }
 __device__ __forceinline__ float tanh(float x) { return TEXT_IS_EXACT ? tanhf(x) : tanh_exp2(x); }
 __device__ __forceinline__ float sigmoid(float x) { return divide(1.f, 1.f + exp(-x)); }
-__device__ __forceinline__ float sqrt(float x) { return TEXT_IS_EXACT ? sqrtf(x) : sqrt_approx(x); }
+// As a quotient: roots of squares are whole, and nothing is missed of 0 and infinity.
+__device__ __forceinline__ float sqrt(float x) {
+  if (TEXT_IS_EXACT) return sqrtf(x);
+  const float rough = sqrt_approx(x);
+  const float fine = fmaf(fmaf(-rough, rough, x), 0.5f * rcp_approx(rough), rough);
+  return fine == fine ? fine : rough;
+}
 __device__ __forceinline__ float rsqrt(float x) { return divide(1.f, sqrt(x)); }
 __device__ __forceinline__ float floor(float x) { return floorf(x); }
 __device__ __forceinline__ float erf(float x) { return erff(x); }
