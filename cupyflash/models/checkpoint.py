@@ -20,6 +20,8 @@ FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F16", "BF16", "F32", "F64")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 BFLOAT16_EXPONENT = 0x7F80  # its bits are all set in infinities and NaN
+MOST_LAYERS = 10000  # of which each has names of its own; published models have some hundreds
+MOST = 2**31 - 1  # of any other size
 
 
 class Tensor(NamedTuple):
@@ -65,6 +67,43 @@ def read_json(function: str, path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{function}: {path} must be JSON, got {error}") from None
+
+
+def require_count(function: str, name: str, value: Any, most: int = MOST) -> int:
+    """An integer from 1 to ``most``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        fact = f"{name} must be a positive integer of at most {most}"
+        raise ValueError(f"{function}: {fact}, got {value!r}")
+    return value
+
+
+def require_eps(function: str, name: str, value: Any) -> float:
+    """What a norm adds to a variance.
+
+    Raises:
+        ValueError: no number above 0 and below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        fact = f"{name} must be a positive number below 1"
+        raise ValueError(f"{function}: {fact}, got {value!r}")
+    return float(value)
+
+
+def require_tokens(function: str, name: str, value: Any) -> tuple[int, ...]:
+    """The tokens of one token, or of a list of them.
+
+    Raises:
+        ValueError: another value.
+    """
+    tokens = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in tokens):
+        fact = f"{name} must be a token or a list of tokens"
+        raise ValueError(f"{function}: {fact}, got {value!r}")
+    return tuple(tokens)
 
 
 class Checkpoint:

@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 from ..runtime.array import Array, compiling
-from ..runtime.checks import plain_flag
+from ..runtime.checks import integer_within, plain_flag
 from ..runtime.lookup import library_of
 from ..runtime.scratch import array_operations
 from .attention.foreign import refuse, refuses_foreign
@@ -11,6 +11,7 @@ from .decode.operations import ATTENTION, plain
 from .flash_attn_rotary import Angles, filled, rotated
 
 FUNCTION = "flash_attn_with_kvcache"
+MOST = 2**31 - 1  # keys of a sequence
 REFUSED = {  # of flash-attn 3 and 4
     "qv": "queries beside those of the rotary part (MLA) have no kernel",
     "q_descale": "queries have 16 or 32 bits, only caches have 8",
@@ -97,8 +98,9 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None or rotary_sin is not None:
             pairs = plain_flag(FUNCTION, "rotary_interleaved", rotary_interleaved)
             angles = Angles(rotary_cos, rotary_sin, pairs)
-            moves = options[0].causal or options[0].window not in (None, (-1, -1), (None, None))
-            q, k = rotated(FUNCTION, q, k, angles, lengths, cu_seqlens_q, bool(moves))
+            ends = any(side not in (None, -1) for side in options[0].window or ())
+            moves = bool(options[0].causal or ends)
+            q, k = rotated(FUNCTION, q, k, angles, lengths, cu_seqlens_q, moves)
     out, lse = ATTENTION(
         FUNCTION,
         (
@@ -136,14 +138,23 @@ def _lengths(
     table: Array | None,
 ) -> Array:
     """The keys of each sequence before the call."""
+    room = min(MOST, _size(k_cache, 1, MOST) * (1 if table is None else _size(table, 1, MOST)))
     if cache_seqlens is None:
         if k is not None:
             fact = "cache_seqlens must say where k and v are appended"
             raise TypeError(f"{FUNCTION}: {fact}, got None")
-        cache_seqlens = getattr(k_cache, "shape", (0, 0))[1]
-        if table is not None:
-            cache_seqlens *= table.shape[1]
+        cache_seqlens = room
     if not isinstance(cache_seqlens, int) or isinstance(cache_seqlens, bool):
         return cache_seqlens
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if k is not None and cu_seqlens_q is None:
+        room -= _size(k, 1, 0)
+    # An array of them is on the GPU, which does not check it.
+    cache_seqlens = integer_within(FUNCTION, "cache_seqlens", cache_seqlens, 0, room)
+    batch = _size(q, 0, 0) if cu_seqlens_q is None else max(0, _size(cu_seqlens_q, 0, 1) - 1)
     return filled(q, batch, cache_seqlens)
+
+
+def _size(x: Any, axis: int, default: int) -> int:
+    """The size of an axis; the default where there is none, of which the operation complains."""
+    shape = tuple(getattr(x, "shape", ()))
+    return shape[axis] if axis < len(shape) else default

@@ -158,6 +158,9 @@ GALLERY = {
         lambda x: lambda s, b, h, q, k: s - ((q - k).abs() / 16.0) ** x[h],
         lambda rng: (torch.rand(HEADS, generator=rng) + 0.5,),
     ),
+    "whole parts": Case(  # of quotients and roots that are whole numbers
+        lambda: lambda s, b, h, q, k: s + 4 * torch.floor(k / 41) - torch.floor(torch.sqrt(q * 1.0))
+    ),
     # masks
     "causal": Case(lambda: lambda b, h, q, k: q >= k, is_mask=True),
     "prefix lm": Case(lambda: lambda b, h, q, k: (k < 16) | (q >= k), is_mask=True),

@@ -1,5 +1,7 @@
 """`flash_attn_combine`: attention over parts of the keys is attention over all of them."""
 
+import warnings
+
 import numpy
 import pytest
 from matrix import each_library
@@ -73,6 +75,18 @@ def test_nan_is_not_lost(target):
         numpy.isnan(to_numpy64(combined)[0, 2, 1])
         and numpy.isnan(to_numpy64(result)[0, 2, 1]).all()
     )
+
+
+def test_no_warnings():
+    """NaN, infinity and overflow are results, of which NumPy says nothing."""
+    out, lse = numpy.ones((2, 1, 3, 2, 8), "float32"), numpy.zeros((2, 1, 3, 2), "float32")
+    out[0, 0, 0, 0, 0] = lse[0, 0, 1, 0] = numpy.inf
+    out[0, 0, 2, 0] = 1e6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result, combined = cupyflash.flash_attn_combine(out, lse, out_dtype="float16")
+    assert numpy.isinf(result[0, [0, 2], 0, 0]).all() and numpy.isnan(result[0, 1, 0]).all()
+    assert numpy.isnan(combined[0, 1, 0]) and (result[0, :, 1] == 1).all()
 
 
 def parts_of_attention(q, k, v, **options):

@@ -6,17 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cupyflash.ops.attention.score_text.capture import Capture
+from cupyflash.ops.attention.score_text.parse import parse
+from cupyflash.ops.attention.score_text.tree import Node
+
 CPP_TYPES = {"float32": "float", "float16": "half_t", "int32": "int", "int64": "int64_t"}
 CPP_TYPES["bool"] = "bool"
-
-
-class Capture(NamedTuple):
-    """An array that a text reads, or a number ("float", "int")."""
-
-    name: str
-    dtype: str
-    rank: int
-    learns: bool = False
 
 
 class Text(NamedTuple):
@@ -25,6 +20,11 @@ class Text(NamedTuple):
     score: str
     mask: str
     captures: tuple[Capture, ...]
+
+    @property
+    def mask_tree(self) -> Node:
+        """What the plan asks whether sequences share the mask."""
+        return parse(self.mask, self.captures, mask=True)
 
     def header(self, pass_: str) -> str:
         fields, size = [], 0

@@ -93,6 +93,11 @@ def test_registers(head_dim):
 SHARED = {
     "rows": (Text("", "x(query) < key", (Capture("x", "int32", 1),)), (4096,), (1,)),
     "stride 0": (Text("", "x(batch, query) < key", (Capture("x", "int32", 2),)), (3, 4096), (0, 1)),
+    "part of an index of stride 0": (
+        Text("", "last = 2 - batch; x(last, query) < key", (Capture("x", "int32", 2),)),
+        (3, 4096),
+        (0, 1),
+    ),
 }
 OWN = {
     "batch": (Text("", "batch < key", ()), None, None),

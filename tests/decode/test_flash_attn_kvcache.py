@@ -235,6 +235,22 @@ def test_words_of_newer_versions(target):
 
 
 @each_library()
+@pytest.mark.parametrize("window", ((None, -1), (-1, None), (None, None), None), ids=str)
+def test_rotary_where_no_window_ends(target, window):
+    """Every word for an unlimited side leaves all queries at one place."""
+    cos, sin = (
+        target.array(f(numpy.ones((48, 16))), target.dtypes[0]) for f in (numpy.cos, numpy.sin)
+    )
+    found = [
+        flash_attn_with_kvcache(
+            **small(target).arguments | {"rotary_cos": cos, "rotary_sin": sin, "window_size": x}
+        )
+        for x in ((-1, -1), window)
+    ]
+    numpy.testing.assert_array_equal(*map(to_numpy64, found))
+
+
+@each_library()
 def test_what_is_refused(target):
     good = small(target).arguments
     cos = target.array(numpy.ones((48, 16)), target.dtypes[0])
@@ -261,6 +277,11 @@ def test_what_is_refused(target):
         (TypeError, "block_table must be int32", {"block_table": cos[:3]}),
         (TypeError, "k and v must both be arrays", {"v": None}),
         (TypeError, "q must be a NumPy, CuPy or torch array", {"q": [1.0]}),
+        (TypeError, "block_table must be a", {"block_table": [[1]], "cache_seqlens": 3}),
+        (TypeError, "cu_seqlens_q must be a", {"cu_seqlens_q": [0, 2], "cache_seqlens": 3}),
+        (ValueError, r"cache_seqlens must be from 0 to \d+, got -1", {"cache_seqlens": -1}),
+        (ValueError, r"cache_seqlens must be from 0 to 47, got 48", {"cache_seqlens": 48}),
+        (ValueError, r"cache_seqlens must be from 0 to \d+, got 2147", {"cache_seqlens": 2**31}),
     ):
         with pytest.raises(error, match=f"^flash_attn_with_kvcache: {match}"):
             flash_attn_with_kvcache(**good | changed)

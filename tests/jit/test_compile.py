@@ -198,7 +198,7 @@ def everything():
 
 
 def rest():
-    """What the tests leave to CI: each kernel for all old and for a new GPU, and half of `tiles`."""
+    """What the tests leave to CI: each kernel for the old GPUs and a new one, half of `tiles`."""
     found = []
     for generation in (OLDER, NEWEST):
         of_name = {}

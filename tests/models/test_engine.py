@@ -447,6 +447,11 @@ def test_wrong_calls():
         engine.generate([[1], [2]], 3, [Sampling()])
     with pytest.raises(ValueError, match="^stream: prompts must be sequences of tokens"):
         engine.generate([], 3)
+    with pytest.raises(TypeError, match="^cancel: request must be a Request, got None"):
+        engine.cancel(None)
+    for stop in ("abc", ["abc"], Engine):
+        with pytest.raises(TypeError, match="^submit: stop must be None or an object with a meth"):
+            engine.submit([1], 3, stop=stop)
 
 
 def test_pages():

@@ -321,6 +321,11 @@ def test_bad_models():
     bad(ValueError, "layers must be", lambda: Gpt2Config(layers=0, heads=3, width=24))
     bad(ValueError, "layers must be .* at most 10000, got 1000", lambda: Gpt2Config(10**30, 3, 24))
     bad(ValueError, "width must be a positive integer", lambda: Gpt2Config(1, 3, None))
+    for eps in (0, -1e-5, 1, float("nan"), True, "1e-5", None):
+        bad(ValueError, "^Gpt2Config: eps must be", lambda eps=eps: Gpt2Config(1, 3, 24, eps=eps))
+    for end in (1.5, -1, True, "</s>", (7, 1.5)):
+        match = "^Gpt2Config: end_of_text must be a token or a list"
+        bad(ValueError, match, lambda end=end: Gpt2Config(1, 3, 24, end_of_text=end))
 
 
 @each_device()

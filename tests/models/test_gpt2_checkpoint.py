@@ -18,7 +18,7 @@ from safetensors.numpy import save_file  # noqa: E402
 
 from cupyflash.commands import cli  # noqa: E402
 from cupyflash.models.gpt2 import Gpt2, load_tokenizer  # noqa: E402
-from cupyflash.models.gpt2.tokenizer import TextStream  # noqa: E402
+from cupyflash.models.gpt2.tokenizer import StopStrings, TextStream  # noqa: E402
 from cupyflash.models.gpt2.weights import all_tensors  # noqa: E402
 
 CONFIG = {
@@ -183,6 +183,22 @@ def test_tokenizer(files, tmp_path):
     half = TextStream(tokenizer)
     assert [half.add(token) for token in tokenizer.encode("🙂")[:1]] == [""]
     assert half.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_spaces_that_a_decoder_strips(tmp_path):
+    """Those of Llama 2 and Mistral strip the space that the first of all tokens begins with."""
+    words = ["<unk>", "\n", "▁a", "▁▁▁", "▁return"]
+    model = tokenizers.models.BPE({x: i for i, x in enumerate(words)}, [], unk_token="<unk>")
+    known, decoders = tokenizers.Tokenizer(model), tokenizers.decoders
+    spaces, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    known.decoder = decoders.Sequence([spaces, decoders.Fuse(), strip])
+    known.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, tokens = load_tokenizer(tmp_path), [2, 1, 3, 4, 1, 4, 1, 1, 2]
+    assert tokenizer.decode(tokens) == "a\n    return\n return\n\n a"
+    stream = TextStream(tokenizer)
+    assert "".join([*map(stream.add, tokens), stream.rest()]) == tokenizer.decode(tokens)
+    space = StopStrings(tokenizer, [" "])
+    assert not space.end([2]) and space.end([2, 2])
 
 
 def test_texts_are_neither_padded_nor_cut(tmp_path):

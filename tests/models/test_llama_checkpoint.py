@@ -333,6 +333,9 @@ def test_arguments(tmp_path):
     for windows in ((3,), (0, 3)):
         with pytest.raises(ValueError, match="^LlamaConfig: (windows|a window) must be"):
             LlamaConfig(**vars(SHAPE) | {"windows": windows})
+    for name, value in (("eps", -1e-5), ("eps", float("nan")), ("eos_token_ids", (1.5,))):
+        with pytest.raises(ValueError, match=f"^LlamaConfig: {name} must be"):
+            LlamaConfig(**vars(SHAPE) | {name: value})
 
 
 WITHOUT_TORCH = """

@@ -1,6 +1,7 @@
 """`cupyflash.flex_attention` beside torch's own, with BlockMasks of all kinds."""
 
 import collections
+import functools
 import gc
 import math
 import weakref
@@ -144,6 +145,44 @@ def test_what_a_block_mask_keeps():
     assert len(set(map(id, kept))) == 6
     blocks.kv_num_blocks.zero_()  # which torch's function step by step does not read
     assert not cupyflash.flex_attention(*qkv, block_mask=blocks).any()
+
+
+def same_document(document, b, h, q, k):
+    return document[q] == document[k]
+
+
+@pytest.mark.parametrize("kind", ("partial", "loop", "object", "keyword"))
+def test_changes_within_arrays_that_no_name_tells(kind):
+    """What such functions name is not known, but the arrays that they have read are."""
+    document = torch.arange(24) // 7
+    partial = functools.partial(same_document, document)
+    mask_mod = {
+        "partial": partial,
+        "loop": flex.and_masks(partial, lambda b, h, q, k: q >= k),
+        "object": Reader(document),
+        "keyword": lambda b, h, q, k, *, of=document: of[q] == of[k],
+    }[kind]
+    inputs = tensors(seqlen_q=24, seqlen_k=24)
+    blocks = flex.create_block_mask(mask_mod, None, None, 24, 24, "cpu")
+
+    def tiles():
+        options, qkv = plain_options("attention", layout="bhsd"), (inputs.q, inputs.k, inputs.v)
+        return with_text("attention", options, qkv, 3, None, blocks)[1][-1]
+
+    first = tiles()
+    assert tiles() is first
+    document.zero_()
+    assert tiles() is not first
+
+
+class Reader:
+    """A mask_mod that reads an array of its own."""
+
+    def __init__(self, document):
+        self.document = document
+
+    def __call__(self, b, h, q, k):
+        return self.document[q] == self.document[k]
 
 
 def test_a_block_mask_that_its_function_holds_ends():

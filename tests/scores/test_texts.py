@@ -241,6 +241,9 @@ def helper(query, key):
         (functools.partial(lambda s, b, h, q, k, cap: cap * numpy.tanh(s / cap), cap=3.5), "n2 * tanh(score / n1)"),
         (lambda s, b, h, q, k, slopes=SLOPES: s * slopes[h], "score * slopes(head)"),
         (lambda s, b, h, q, k: s + HALVES[h].astype("float16") + (q > k).half(), "score + HALVES(head) + float(query > key)"),
+        (lambda s, b, h, q, k: s + (q / 3).astype("i4") + (q / 5).astype("int64", "C"), "score + int(query / 3.0) + int(query / 5.0)"),
+        (lambda s, b, h, q, k: numpy.where(~numpy.maximum(q > k, k < 3), s, 0), "where(!(query > key || key < 3), score, 0.0)"),
+        (lambda s, b, h, q, k: numpy.where(~numpy.fmin(q > k, k < 3), s, 0), "where(!(query > key && key < 3), score, 0.0)"),
         (lambda s, b, h, q, k: s.double() + q.float() + numpy.zeros_like(s, "float16"), "score + float(query) + 0.0"),
     ],
 )  # fmt: skip
@@ -265,6 +268,10 @@ def test_functions_of_torch():
         (lambda s, b, h, q, k: F.silu(s) + F.relu(s).square(), "t1 = relu(score); score * sigmoid(score) + t1 * t1"),
         (lambda s, b, h, q, k: s + table[h][(q.float() / 2).long()], "score + table(head, int(float(query) / 2.0))"),
         (lambda s, b, h, q, k: s.sigmoid() + torch.logical_and(q > k, k > 2), "sigmoid(score) + (query > key && key > 2)"),
+        (lambda s, b, h, q, k: s + (q / 3).type(torch.IntTensor), "score + int(query / 3.0)"),
+        (lambda s, b, h, q, k: s + (q / 3).type("torch.cuda.LongTensor"), "score + int(query / 3.0)"),
+        (lambda s, b, h, q, k: s + (q / 3).to("cpu", torch.int32, True), "score + int(query / 3.0)"),
+        (lambda s, b, h, q, k: s + (q / 3).to(doc.device).type_as(doc), "score + int(query / 3.0)"),
         (lambda s, b, h, q, k: torch.zeros_like(s) + torch.rsqrt(q + 1.0), "0.0 + rsqrt(query + 1.0)"),
     ):  # fmt: skip
         assert cupyflash.Score(function).text == text
@@ -272,10 +279,21 @@ def test_functions_of_torch():
         (lambda b, h, q, k: (doc[q] == doc[k]) & (q >= k), "doc(query) == doc(key) && query >= key"),
         (lambda b, h, q, k: (k < length) | (q - k).bool(), "key < length || bool(query - key)"),
         (lambda b, h, q, k: b.new_ones(size=(), dtype=torch.bool), "true"),
+        (lambda b, h, q, k: ~torch.maximum(q > k, k < 3), "!(query > key || key < 3)"),
         (lambda b, h, q, k: (q ^ k) & 1 == 0, "((query ^ key) & 1) == 0"),
     ):  # fmt: skip
         mask = cupyflash.Mask(function)
         assert mask.text == text, mask.text
+    half = table.half()
+    for function, got in (
+        (lambda s, b, h, q, k: s.type(torch.HalfTensor), "float16"),
+        (lambda s, b, h, q, k: s.type("torch.BFloat16Tensor"), "bfloat16"),
+        (lambda s, b, h, q, k: s.type_as(half), "float16"),
+        (lambda s, b, h, q, k: s.to("cpu", torch.float16), "float16"),
+        (lambda s, b, h, q, k: s.to(device="cpu", dtype=torch.float16), "float16"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"rounded to another .* got {got}"):
+            cupyflash.Score(function)
 
 
 def test_functions_of_cupy():
@@ -302,6 +320,9 @@ def branch(s, b, h, q, k):
         (lambda s, b, h, q, k: s.frobnicate(), NotImplementedError, "frobnicate is no function of scores", "s.frobnicate()"),
         (lambda s, b, h, q, k: s.clamp_(0, 1), NotImplementedError, "changes nothing in place, allowed is clamp", "s.clamp_(0, 1)"),
         (lambda s, b, h, q, k: s + (q - k).astype("uint8"), TypeError, "integers of 32 bits, got uint8", '(q - k).astype("uint8")'),
+        (lambda s, b, h, q, k: s + (q - k).astype(numpy.uint32), TypeError, "integers of 32 bits, got uint32", "(q - k).astype(numpy.uint32)"),
+        (lambda s, b, h, q, k: s + (q - k).astype("u8"), TypeError, "integers of 32 bits, got uint64", '(q - k).astype("u8")'),
+        (lambda s, b, h, q, k: s.astype("<f2"), NotImplementedError, "float64, got float16", 's.astype("<f2")'),
         (lambda s, b, h, q, k: s.half(), NotImplementedError, "no part of it is rounded to another dtype, allowed are float32 and float64, got float16", "s.half()"),
         (lambda s, b, h, q, k: s + q.bfloat16(), NotImplementedError, "float64, got bfloat16", "q.bfloat16()"),
         (lambda s, b, h, q, k: s.to(HALVES), NotImplementedError, "float64, got float16", "s.to(HALVES)"),

@@ -31,6 +31,15 @@ struct Dual {
 __device__ __forceinline__ float divide(float a, float b) {
   return TEXT_IS_EXACT ? a / b : a * rcp_approx(b);
 }
+// a / b of what does not depend on the score, which a floor, a cast or a comparison may take apart:
+// what a times 1 / b misses is added, so that whole quotients are whole. Where that is NaN (b is 0
+// or infinite), nothing is missed.
+__device__ __forceinline__ float quotient(float a, float b) {
+  if (TEXT_IS_EXACT) return a / b;
+  const float inverse = rcp_approx(b), rough = a * inverse;
+  const float fine = fmaf(fmaf(-rough, b, a), inverse, rough);
+  return fine == fine ? fine : rough;
+}
 __device__ __forceinline__ float exp2(float x) { return TEXT_IS_EXACT ? exp2f(x) : exp2_approx(x); }
 __device__ __forceinline__ float exp(float x) {
   return TEXT_IS_EXACT ? expf(x) : exp2_approx(x * LOG2E);
@@ -39,7 +48,13 @@ __device__ __forceinline__ float log2(float x) { return log2f(x); }
 __device__ __forceinline__ float log(float x) { return logf(x); }
 __device__ __forceinline__ float tanh(float x) { return TEXT_IS_EXACT ? tanhf(x) : tanh_exp2(x); }
 __device__ __forceinline__ float sigmoid(float x) { return divide(1.f, 1.f + exp(-x)); }
-__device__ __forceinline__ float sqrt(float x) { return TEXT_IS_EXACT ? sqrtf(x) : sqrt_approx(x); }
+// As a quotient: roots of squares are whole, and nothing is missed of 0 and infinity.
+__device__ __forceinline__ float sqrt(float x) {
+  if (TEXT_IS_EXACT) return sqrtf(x);
+  const float rough = sqrt_approx(x);
+  const float fine = fmaf(fmaf(-rough, rough, x), 0.5f * rcp_approx(rough), rough);
+  return fine == fine ? fine : rough;
+}
 __device__ __forceinline__ float rsqrt(float x) { return divide(1.f, sqrt(x)); }
 __device__ __forceinline__ float floor(float x) { return floorf(x); }
 __device__ __forceinline__ float erf(float x) { return erff(x); }
@@ -164,14 +179,14 @@ template <class A, class B>
 __device__ __forceinline__ Either<A, B> where(bool condition, A a, B b) {
   return condition ? Either<A, B>(a) : Either<A, B>(b);
 }
-// Equal numbers give the second one.
+// Equal numbers give the second one; NaN as the first one stays NaN.
 template <class A, class B>
 __device__ __forceinline__ Either<A, B> max(A a, B b) {
-  return where(a > b, a, b);
+  return where(!(a <= b), a, b);
 }
 template <class A, class B>
 __device__ __forceinline__ Either<A, B> min(A a, B b) {
-  return where(a < b, a, b);
+  return where(!(a >= b), a, b);
 }
 template <class N, class Low, class High>
 __device__ __forceinline__ auto clamp(N x, Low low, High high) {
@@ -179,7 +194,7 @@ __device__ __forceinline__ auto clamp(N x, Low low, High high) {
 }
 template <class N>
 __device__ __forceinline__ N relu(N x) {
-  return where(x > N(0), x, N(0));
+  return where(!(x <= N(0)), x, N(0));
 }
 __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ int abs(int x) { return x < 0 ? -x : x; }

@@ -15,6 +15,7 @@ from .request import (
     check_ends,
     check_prompt,
     check_sampling,
+    check_stop,
     each,
     gathered,
     is_sequence,
@@ -114,7 +115,7 @@ class Engine:
                 tokens.
 
         Raises:
-            TypeError: no numbers, no sampling.
+            TypeError: no numbers, no sampling, no ``stop.end``.
             ValueError: a prompt, number or token that cannot be.
         """
         request = self._request(prompt, max_new_tokens, sampling, stop_tokens, stop, number)
@@ -141,7 +142,7 @@ class Engine:
             min(most, self.max_length + 1 - len(tokens)),  # the last one needs no place
             check_sampling("submit", sampling),
             check_ends(*given, config.eos_token_ids, config.vocab_size),
-            stop,
+            check_stop("submit", stop),
             integer_within("submit", "number", number, 0, 2**32 - 1),
         )
 
@@ -194,8 +195,11 @@ class Engine:
         A stream that nobody has does so when Python frees it, perhaps in the midst of a step.
 
         Raises:
+            TypeError: no request.
             ValueError: a request of another engine.
         """
+        if not isinstance(request, Request):
+            raise TypeError(f"cancel: request must be a Request, got {short(request)}")
         with self._lock:
             if request.reason:
                 return

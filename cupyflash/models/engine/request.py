@@ -146,6 +146,18 @@ def check_sampling(function: str, sampling: Any) -> Sampling:
     return sampling.with_seed()
 
 
+def check_stop(function: str, stop: Any) -> Any:
+    """What may end a text.
+
+    Raises:
+        TypeError: it has no ``end``; in a step, this would end all other requests, too.
+    """
+    if stop is not None and not callable(getattr(stop, "end", None)):
+        fact = "stop must be None or an object with a method end(tokens)"
+        raise TypeError(f"{function}: {fact}, got {short(stop)}")
+    return stop
+
+
 def check_ends(
     function: str,
     name: str,

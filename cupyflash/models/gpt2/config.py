@@ -4,11 +4,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import checkpoint_folder, read_json
+from ..checkpoint import (
+    MOST,
+    MOST_LAYERS,
+    checkpoint_folder,
+    read_json,
+    require_count,
+    require_eps,
+    require_tokens,
+)
 
 FUNCTION = "Gpt2"  # who speaks in errors
 MAX_HEAD_DIM = 256
-MOST_LAYERS = 10000  # of which each has names of its own; published models have 48
 # Options that change the result, with the only value that is implemented.
 FIXED = {
     "scale_attn_weights": True,
@@ -42,13 +49,13 @@ class Gpt2Config:
         if not self.inner and isinstance(self.width, int):
             object.__setattr__(self, "inner", 4 * self.width)
         for name in ("layers", "heads", "width", "context", "vocabulary", "inner"):
-            value, most = getattr(self, name), MOST_LAYERS if name == "layers" else 2**31 - 1
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                fact = f"{name} must be a positive integer of at most {most}"
-                raise ValueError(f"Gpt2Config: {fact}, got {value!r}")
+            most = MOST_LAYERS if name == "layers" else MOST
+            require_count("Gpt2Config", name, getattr(self, name), most)
         if self.width % self.heads or self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
             fact = f"width / heads must be a multiple of 8 up to {MAX_HEAD_DIM}"
             raise ValueError(f"Gpt2Config: {fact}, got {self.width} / {self.heads}")
+        require_eps("Gpt2Config", "eps", self.eps)
+        require_tokens("Gpt2Config", "end_of_text", self.eos_token_ids)
 
     @property
     def head_dim(self) -> int:
@@ -74,7 +81,7 @@ class Gpt2Config:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a text."""
         end = self.end_of_text
-        return () if end is None else (end,) if isinstance(end, int) else tuple(end)
+        return () if end is None else tuple(end) if isinstance(end, list | tuple) else (end,)
 
     @property
     def parameters(self) -> int:
@@ -88,7 +95,7 @@ class Gpt2Config:
 
         Raises:
             FileNotFoundError: there is none, or no such folder.
-            ValueError: it is no JSON, or not of a GPT-2.
+            ValueError: it is no JSON, or not of a GPT-2, or a number is missing or wrong.
             NotImplementedError: an option of transformers that this model does not have.
         """
         path = checkpoint_folder(FUNCTION, folder) / "config.json"

@@ -138,8 +138,9 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self.tokenizer, self.strings = tokenizer, strings
-        # A token has at least one byte, so as many tokens as bytes contain the whole string.
-        self.length = max(len(string.encode()) for string in strings)
+        # A token has at least one byte, so as many tokens as bytes contain the whole string, behind
+        # one more: the first token loses the space that it begins with where the decoder strips it.
+        self.length = 1 + max(len(string.encode()) for string in strings)
 
     def end(self, tokens: Sequence[int]) -> bool:
         """Whether the text ends with the last of these new tokens; called for each of them."""
@@ -162,8 +163,12 @@ class TextStream:
         if text.endswith(INCOMPLETE):
             return ""
         new = text[len(self.shown) :]
-        # Tokens of finished lines cannot change what follows, so they need not be decoded again.
-        self.tokens, self.shown = ([], "") if text.endswith("\n") else (self.tokens, text)
+        if text.endswith("\n"):
+            # Tokens of finished lines need not be decoded again, but for one before the next line,
+            # of which the decoder may strip the space that its first token begins with.
+            self.tokens = [token]
+            text = self.tokenizer.decode(self.tokens)
+        self.shown = text
         return new
 
     def rest(self) -> str:

@@ -4,7 +4,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import checkpoint_folder, read_json
+from ..checkpoint import (
+    MOST_LAYERS,
+    checkpoint_folder,
+    read_json,
+    require_count,
+    require_eps,
+    require_tokens,
+)
 from ..place import DTYPES
 from . import fields as files
 from .rope import Rope
@@ -58,9 +65,9 @@ class LlamaConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        files.require_count("LlamaConfig", "layers", self.layers, files.MOST_LAYERS)
+        require_count("LlamaConfig", "layers", self.layers, MOST_LAYERS)
         for name in COUNTS:
-            files.require_count("LlamaConfig", name, getattr(self, name))
+            require_count("LlamaConfig", name, getattr(self, name))
         if self.heads % self.heads_kv:
             fact, got = "heads_kv must divide heads", f"{self.heads_kv} and {self.heads}"
             raise ValueError(f"LlamaConfig: {fact}, got {got}")
@@ -72,7 +79,10 @@ class LlamaConfig:
             raise ValueError(f"LlamaConfig: {fact}, got {len(self.windows)}")
         for window in self.windows:
             if window is not None:
-                files.require_count("LlamaConfig", "a window", window)
+                require_count("LlamaConfig", "a window", window)
+        require_eps("LlamaConfig", "eps", self.eps)
+        ends = require_tokens("LlamaConfig", "eos_token_ids", self.eos_token_ids)
+        object.__setattr__(self, "eos_token_ids", ends)
         if self.dtype not in DTYPES:
             fact = f"dtype must be {', '.join(DTYPES)}"
             raise ValueError(f"LlamaConfig: {fact}, got {self.dtype!r}")

@@ -6,6 +6,7 @@ null, 0 or empty.
 
 from typing import Any, NamedTuple
 
+from ..checkpoint import MOST, MOST_LAYERS, require_count, require_eps, require_tokens
 from ..place import DTYPES
 from .rope import Rope
 
@@ -62,8 +63,6 @@ ARCHITECTURES = {
     ),
 }
 WINDOW = 4096  # of transformers, where sliding_window is not given
-MOST_LAYERS = 10000  # of which each has names of its own; published models have some hundreds
-MOST = 2**31 - 1  # of any other size
 
 
 class Fields:
@@ -102,11 +101,7 @@ class Fields:
     def tokens(self, name: str) -> tuple[int, ...]:
         """One token or a list of them."""
         value = self.get(name, [])
-        tokens = value if isinstance(value, list) else [value]
-        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in tokens):
-            fact = f"{name} in {self.place} must be a token or a list of tokens"
-            raise ValueError(f"{FUNCTION}: {fact}, got {value!r}")
-        return tuple(tokens)
+        return require_tokens(FUNCTION, f"{name} in {self.place}", value)
 
     def refuse_others(self) -> None:
         """Raise NotImplementedError if a field that nobody has read says something."""
@@ -140,9 +135,6 @@ def read(given: Any, place: str) -> dict[str, Any]:
         fact = f"is_causal in {place} must be true"
         raise NotImplementedError(f"{FUNCTION}: {fact}, got False")
     eps = fields.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
-        fact = f"rms_norm_eps in {place} must be a positive number below 1"
-        raise ValueError(f"{FUNCTION}: {fact}, got {eps!r}")
     fields.read.update(ROPE)
     arguments = {
         "layers": layers,
@@ -153,7 +145,7 @@ def read(given: Any, place: str) -> dict[str, Any]:
         "inner": fields.count("intermediate_size"),
         "vocab_size": fields.count("vocab_size"),
         "max_positions": max_positions,
-        "eps": float(eps),
+        "eps": require_eps(FUNCTION, f"rms_norm_eps in {place}", eps),
         "rope": Rope.from_fields(fields.given, max_positions, place),
         "qkv_bias": kind.qkv_bias or attention_bias,
         "proj_bias": attention_bias,
@@ -215,15 +207,3 @@ def _windows(fields: Fields, kind: Architecture, layers: int) -> tuple[int | Non
         return ()
     window = fields.count("sliding_window", WINDOW)
     return tuple(window if x == "sliding_attention" else None for x in types)
-
-
-def require_count(function: str, name: str, value: Any, most: int = MOST) -> int:
-    """An integer from 1 to ``most``.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        fact = f"{name} must be a positive integer of at most {most}"
-        raise ValueError(f"{function}: {fact}, got {value!r}")
-    return value

@@ -10,7 +10,7 @@ Array operations of the caller's library do it, so that torch has its gradient.
 from typing import Any
 
 from ...runtime import loaded
-from ...runtime.array import Array, ArrayT, array_namespace, compiling
+from ...runtime.array import Array, ArrayT, array_namespace, compiling, silent
 from ...runtime.lookup import from_foreign, library_of, to_foreign
 from ...runtime.scratch import array_operations
 
@@ -58,8 +58,8 @@ def flash_attn_combine(
         raise NotImplementedError(f"{FUNCTION}: {fact}, got a tensor")
     xp = loaded.torch if is_torch else array_namespace(out_partial)
     with array_operations(out_partial):
-        result, lse = _combined(xp, out_partial, lse_partial, is_torch)
-        result = result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False)
+        combined = _combined if is_torch else silent(_combined)
+        result, lse = combined(xp, out_partial, lse_partial, is_torch, out_dtype)
         if out is None:
             return result, lse
         out[...] = result
@@ -71,9 +71,9 @@ def _wants_gradient(*tensors: Array) -> bool:
 
 
 def _combined(
-    xp: Any, out_partial: Array, lse_partial: Array, is_torch: bool
+    xp: Any, out_partial: Array, lse_partial: Array, is_torch: bool, out_dtype: Any
 ) -> tuple[Array, Array]:
-    """(out, lse) in float32."""
+    """(out, lse), computed in float32; out in ``out_dtype``."""
     infinity = float("inf")
     # This shifts all exponents alike, so it has no gradient.
     largest = xp.amax(lse_partial.detach() if is_torch else lse_partial, 0)
@@ -86,7 +86,8 @@ def _combined(
     weights = (weights / total)[..., None]
     values = out_partial.float() if is_torch else out_partial.astype("float32", copy=False)
     # A part that does not count may hold NaN, and 0 * NaN is NaN.
-    return (weights * xp.where(weights == 0, 0, values)).sum(0), lse
+    result = (weights * xp.where(weights == 0, 0, values)).sum(0)
+    return result.to(out_dtype) if is_torch else result.astype(out_dtype, copy=False), lse
 
 
 def _check(out_partial: Array, lse_partial: Array, out: Array | None, out_dtype: Any) -> None:

@@ -5,7 +5,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,11 +115,20 @@ class Problem:
     @property
     def mask_is_shared(self) -> bool:
         """Whether the mask of the text hides the same keys in all sequences."""
-        mask = self.text.mask
-        for capture, view in zip(self.text.captures, self.captures):
-            if view is not None and view.shape and view.strides[0] == 0:
-                mask = re.sub(rf"\b{capture.name}\(batch\b", "", mask)
-        return not (self.has_own_lengths or re.search(r"\bbatch\b", mask))
+        from .score_text.change import changed  # imported when a call has a text
+        from .score_text.write import nodes
+
+        views = {x.name: view for x, view in zip(self.text.captures, self.captures)}
+
+        def same_for_all(x: Any) -> Any:
+            """The node without an index that changes no address."""
+            view = views[x.value.name] if x.op == "capture" else None
+            if view is None or not view.shape or view.strides[0]:
+                return x
+            return type(x)(x.op, x.kind, x.args[1:], x.value)
+
+        mask = changed(self.text.mask_tree, same_for_all)
+        return not (self.has_own_lengths or any(x.value == "batch" for x in nodes(mask)))
 
     @property
     def is_causal(self) -> bool:

@@ -1,7 +1,7 @@
 """A `BlockMask` of FlexAttention as a `Mask`."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +15,8 @@ PARTIAL, FULL = 1, 2  # kinds of a block; 0 is an empty one
 # The attributes of a BlockMask that list its blocks.
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
-# The mask of each BlockMask, behind the `_state` that it was made of.
+# The mask of each BlockMask, behind the `_state` that it was made of and the versions of what it
+# reads.
 _masks: "weakref.WeakKeyDictionary[Any, tuple[tuple, Mask]]" = weakref.WeakKeyDictionary()
 
 
@@ -42,24 +43,24 @@ def mask_of(function: str, name: str, block_mask: Any, q: tuple, k: tuple) -> Ma
         raise ValueError(f"{function}: {fact}, got a BlockMask of {sizes}")
     state = _state(block_mask)
     known, mask = _masks.get(block_mask, (None, None))
-    if mask is None or known != state:
+    if mask is None or known != (state, _versions(mask.given)):
         with loaded.torch.inference_mode(False):  # later calls may record a gradient
             mask = Mask(_function_of(block_mask), blocks=_kinds(block_mask))
         if _is_computed(block_mask.kv_indices):
             mask = mask.tiles()
-            _masks[block_mask] = state, mask
+            _masks[block_mask] = (state, _versions(mask.given)), mask
     return mask
 
 
 def _state(block_mask: Any) -> tuple:
     """The state that a BlockMask's mask is made from.
 
-    It has the function, the names that the function reads, and the version of each array. The names
-    of a function with branches are not known.
+    It has the function, the names that the function reads, and the arrays with their versions. The
+    names that an object or a function with branches reads are not known.
     """
     mask_mod, arrays = block_mask.mask_mod, [getattr(block_mask, name) for name in LISTS]
     named = names_of(mask_mod, arrays) if _reads(mask_mod) else None
-    versions = [(id(x), _version(x)) for x in arrays]
+    versions = [*map(id, arrays)], _versions(arrays)
     # A function may hold its BlockMask, which would live as long as what is kept of it.
     try:
         return weakref.ref(mask_mod), named, versions
@@ -72,6 +73,10 @@ def _reads(function: Any) -> bool:
     if type(function) is not FunctionType:
         return False
     return bool(function.__code__.co_names or function.__closure__ or function.__defaults__)
+
+
+def _versions(arrays: Iterable[Any]) -> list[int]:
+    return [_version(x) for x in arrays]
 
 
 def _version(x: Any) -> int:

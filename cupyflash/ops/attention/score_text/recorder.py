@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 
 from . import tree
-from .stand_in import ArrayStandIn, Elements, Fixed, StandIn, is_array, is_host_number
+from .stand_in import ArrayStandIn, Elements, Fixed, StandIn, dtype_name, is_array, is_host_number
 from .tree import Capture, Kind, Node, TextError
 
 NAME = re.compile(r"[A-Za-z](?:_?[A-Za-z0-9])*")  # no two underscores, which C++ reserves
@@ -28,13 +28,12 @@ SAME = {
     "bitwise_right_shift": "rshift", "bitwise_and": "and", "bitwise_or": "or",
     "bitwise_xor": "xor", "bitwise_not": "invert", "invert": "invert",
 }  # fmt: skip
-NARROW = ("int8", "uint8", "int16", "uint16")
 BITWISE = {"and": ("&", "&&"), "or": ("|", "||"), "xor": ("^", "^")}
 ONE = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf", "sqrt", "rsqrt", "sin", "cos")
 ONE += ("floor", "relu", "abs")
 CASTS = {"float": "float", "double": "float", "int": "int", "long": "int", "bool": "bool"}
-# Numbers that are not those of float32 and wider, and names of the latter.
-ROUNDED, WIDE = re.compile("b?float|half|complex"), ("float", "float32", "float64")
+# The dtypes of a score's numbers, and wider ones, each with its cast.
+EXACT = {"float32": "float", "float64": "float", "int32": "int", "int64": "int", "bool": "bool"}
 
 
 class Recorder:
@@ -151,6 +150,8 @@ class Recorder:
             op = {"and": "&&", "or": "||", "not": "!", "xor": "!="}[name.removeprefix("logical_")]
             nodes = [tree.apply("bool", [x]) if x.kind != Kind.BOOL else x for x in nodes]
             return StandIn(self, tree.apply(op, nodes))
+        if name in ("min", "max") and all(x.kind == Kind.BOOL for x in nodes):
+            return StandIn(self, tree.apply({"min": "&&", "max": "||"}[name], nodes))
         if name in ONE or name in ("min", "max", "neg"):
             return StandIn(self, tree.apply(name, nodes))
         if name in CASTS:
@@ -234,35 +235,34 @@ class Recorder:
     def call_reciprocal(self, x: Any) -> Node:
         return tree.apply("/", [tree.literal(1.0), self.node(x)])
 
-    def call_to(self, x: Any, dtype: Any = None, other: Any = None, **_: Any) -> Node:
-        """The value as another dtype; an argument that is no dtype, a device say, is ignored.
+    def call_to(self, x: Any, *given: Any, dtype: Any = None, other: Any = None, **_: Any) -> Node:
+        """The value as the dtype that is among the arguments, of which others are ignored."""
+        names = [dtype_name(y) for y in (*given, dtype, other)]
+        return self.cast(x, next((name for name in names if name), None))
 
-        Args:
-            other: an array that has the dtype, for which ``dtype`` may also stand.
+    def call_astype(self, x: Any, dtype: Any, *_: Any, **__: Any) -> Node:
+        return self.cast(x, dtype_name(dtype))
 
-        Integers have 32 bits at least, so those of fewer, in which numbers wrap, are of conditions.
+    def cast(self, x: Any, name: str | None) -> Node:
+        """The value as the dtype of this name.
+
+        A score has float32 and integers of 32 bits, in which no number is rounded or wraps as in
+        others. So these are of conditions, or of elements that have them.
         """
-        other = dtype if is_array(dtype) else other
-        dtype = dtype if other is None else other.dtype
-        name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
-        if name in NARROW and self.node(x).kind != Kind.BOOL:
-            raise TextError(TypeError, f"a score has integers of 32 bits, got {name}")
         x = self.node(x)
-        if ROUNDED.match(name) and name not in WIDE:
-            same = x.op == "capture" and x.value.dtype == name
-            if not (same or x.kind == Kind.BOOL or (x.op == "literal" and x.value in (0, 1))):
-                fact = "a score is computed in float32, and no part of it is rounded to another "
-                fact += f"dtype, allowed are float32 and float64, got {name}"
-                raise TextError(NotImplementedError, fact)
-            return tree.apply("float", [x])
-        name = name.rstrip("0123456789").removesuffix("_").replace("uint", "int")
-        return tree.apply(name, [x]) if name in tree.CASTS else x
+        if name is None:
+            return x
+        same = x.op == "capture" and x.value.dtype == name
+        same = same or x.kind == Kind.BOOL or (x.op == "literal" and x.value in (0, 1))
+        if not (same or name in EXACT):
+            if "int" in name:
+                raise TextError(TypeError, f"a score has integers of 32 bits, got {name}")
+            fact = "a score is computed in float32, and no part of it is rounded to another "
+            fact += f"dtype, allowed are float32 and float64, got {name}"
+            raise TextError(NotImplementedError, fact)
+        return tree.apply(EXACT.get(name, "int" if "int" in name else "float"), [x])
 
-    call_astype = call_to
-    call_type = call_to
-
-    def call_type_as(self, x: Any, like: Any) -> Node:
-        return tree.apply(self.node(like).kind.name.lower(), [self.node(x)])
+    call_type, call_type_as = call_to, call_astype
 
     def call_short(self, x: Any) -> Node:
         return self.call_to(x, "int16")
@@ -287,4 +287,4 @@ class Recorder:
     def filled(self, like: Any, value: Any, dtype: Any) -> Node:
         x = tree.literal(value) if isinstance(value, int | float) else self.node(value)
         kind = self.node(like).kind.name.lower()
-        return self.call_to(StandIn(self, x), dtype or kind)
+        return self.cast(StandIn(self, x), dtype_name(dtype) or dtype_name(kind))

@@ -4,6 +4,8 @@ They take Python's operators, torch's functions and methods (``__torch_function_
 NumPy and CuPy, and hand all of them to a `Recorder`.
 """
 
+import operator
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
@@ -13,6 +15,8 @@ import numpy
 from ....runtime import loaded
 from .tree import Capture, Kind, Node, TextError
 from .write import to_text
+
+DEVICE = re.compile(r"[a-z]+(:\d+)?")
 
 
 def is_array(x: Any) -> bool:
@@ -30,6 +34,32 @@ def is_host_number(x: Any) -> bool:
     if torch is None or not isinstance(x, torch.Tensor):
         return False
     return x.device.type == "cpu" and not x.requires_grad and type(x) is torch.Tensor
+
+
+def dtype_name(x: Any) -> str | None:
+    """The name of a dtype in any form that a library takes, or of that of an array.
+
+    None of what is none: a device, say.
+    """
+    if isinstance(x, str) and x.startswith("torch."):  # torch.IntTensor, torch.cuda.IntTensor
+        x = operator.attrgetter(x.removeprefix("torch."))(loaded.torch)
+    if x is None or (isinstance(x, str) and DEVICE.fullmatch(x) and not _is_dtype(x)):
+        return None
+    if not (isinstance(x, type) and issubclass(x, numpy.generic)):
+        x = getattr(x, "dtype", x)
+    if _is_dtype(x):
+        return numpy.dtype(x).name
+    name = str(x)
+    return name.removeprefix("torch.") if isinstance(x, str) or "torch." in name else None
+
+
+def _is_dtype(x: Any) -> bool:
+    """Whether NumPy takes it for a dtype."""
+    try:
+        numpy.dtype(x)
+    except TypeError:
+        return False
+    return True
 
 
 class _Operations:

@@ -66,8 +66,8 @@ WORDS = """
     alignas alignof and asm auto bitand bitor break case catch char class const constexpr continue
     decltype default delete divide do double else enum explicit export extern for friend goto if
     inline long mutable namespace new noexcept not nullptr operator or private protected public
-    register return short signed sizeof static struct switch template this throw try typedef typeid
-    typename union unsigned using virtual void volatile wchar_t while xor N
+    quotient register return short signed sizeof static struct switch template this throw try
+    typedef typeid typename union unsigned using virtual void volatile wchar_t while xor N
 """
 RESERVED = {*NAMES, *CASTS, *CONSTANTS, *FUNCTIONS, "where", "captures", *WORDS.split()}
 

@@ -58,7 +58,8 @@ class _Writer:
     def expression(self, x: Node, least: int) -> str:
         level = PRECEDENCE.get(x.op)
         if self.cpp and x.op == "/" and x.kind == Kind.FLOAT:  # C++'s own has a slow path in a call
-            return f"divide({self.write(x.args[0], 0)}, {self.write(x.args[1], 0)})"
+            divide = "divide" if x.of_score else "quotient"
+            return f"{divide}({self.write(x.args[0], 0)}, {self.write(x.args[1], 0)})"
         if level is not None:
             left, right = (
                 self.write(side, self.side_level(x.op, side, level + i))
