@@ -1,8 +1,9 @@
 """torch operators ``cupyflash::attention_plain`` and ``cupyflash::attention_plain_backward``.
 
-Graphs of torch.compile have them in the place of those of torch_ops.py where a call has no optional
-arrays, softcap, dropout or packed sequences. torch converts every argument of an operator at every
-call, and these have a quarter of the arguments: the options that are no numbers are one string.
+Calls take them in the place of those of torch_ops.py if they have no optional arrays, softcap,
+dropout or packed sequences, and no transform of torch.func maps them. torch converts every argument
+of an operator at every call of a compiled graph, and these have a quarter of the arguments: the
+options that are no numbers are one string.
 """
 
 import functools

@@ -29,7 +29,7 @@ class Forward:
             return torch_text.attention(function, arrays, options[0])
         from . import torch_ops, torch_plain
 
-        if compiling() and torch_plain.is_plain(arrays, options[0]):
+        if torch_plain.is_plain(arrays, options[0]):
             return torch_plain.attention(function, arrays, options[0])
         return torch_ops.attention(function, arrays, options[0])
 
