@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from ..jit import compiler
-from ..ops.attention import dispatch, torch_text  # noqa: F401
+from ..ops.attention import dispatch, torch_plain, torch_text  # noqa: F401
 from ..ops.attention.options import DROPOUT_P, NO_EXTRAS, Extras, plain_options
 from ..ops.decode import torch_ops as of_caches  # noqa: F401
 from ..ops.group_norm import torch_ops as of_group_norm  # noqa: F401

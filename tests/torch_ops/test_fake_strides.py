@@ -20,12 +20,12 @@ NO_GPU = pytest.mark.skipif(
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
 OPERATORS = {
-    "attention", "attention_backward", "attention_text", "attention_text_backward",
-    "attention_with_cache", "dropout_add", "group_norm", "group_norm_backward",
-    "linear", "norm", "norm_backward", "rotate",
+    "attention", "attention_backward", "attention_plain", "attention_plain_backward",
+    "attention_text", "attention_text_backward", "attention_with_cache", "dropout_add",
+    "group_norm", "group_norm_backward", "linear", "norm", "norm_backward", "rotate",
 }  # fmt: skip
 WITH_OPERATORS = {
-    "attention": {"attention", "attention_backward"},
+    "attention": {"attention_plain", "attention_plain_backward"},
     "attention_backward": {"attention_backward"},
     "attention_with_cache": {"attention_with_cache"},
     "flash_attn_varlen_func": {"attention", "attention_backward"},
@@ -36,7 +36,7 @@ WITH_OPERATORS = {
     "linear": {"linear"},
     "mlp": {"linear", "norm", "norm_backward"},
     "qkv_projection": {"linear", "rotate"},
-    "scaled_dot_product_attention": {"attention", "attention_backward"},
+    "scaled_dot_product_attention": {"attention_plain", "attention_plain_backward"},
     "triangle_attention": {"attention", "attention_backward"},
 }
 

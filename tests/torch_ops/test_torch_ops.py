@@ -94,6 +94,67 @@ def test_opcheck(target, name):
     torch.library.opcheck(backward.default, arguments)
 
 
+@each(library="torch")
+@pytest.mark.parametrize("name", ["contiguous", "transposed", "packed qkv"])
+@pytest.mark.parametrize("call", ["|bottom-right|bhsd|False|ieee", "||bhsd|True|ieee"])
+def test_opcheck_of_plain_calls(target, name, call):
+    import torch
+
+    from cupyflash.ops.attention import torch_plain  # noqa: F401, defines the operators
+
+    inputs, _, _ = operator_case(target, name)
+    forward, backward = (
+        torch.ops.cupyflash.attention_plain,
+        torch.ops.cupyflash.attention_plain_backward,
+    )
+    options = f"attention{call}", 0.3, [6, -1]
+    torch.library.opcheck(forward.default, (*leaves(inputs), *options))
+    qkv = inputs.q, inputs.k, inputs.v
+    out, lse = forward(*qkv, *options)
+    for dlse in (None, torch.randn_like(lse)):
+        torch.library.opcheck(backward.default, (inputs.dout, *qkv, out, lse, *options, dlse))
+
+
+PLAIN = {"causal": True, "window": (5, 0), "scale": 0.3, "deterministic": True, "layout": "bhsd"}
+OTHERS = {"softcap": 3.0, "sinks": 1, "bias": 1, "precision": "tf32", "dropout_p": 0.1}
+
+
+@each(library="torch")
+@pytest.mark.parametrize("option", [None, *PLAIN, *OTHERS])
+def test_which_operators_a_call_takes(target, option):
+    """Those of few arguments where they can say the call; results are those of an eager call."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    dtype = "float32" if option == "precision" else target.dtypes[0]
+    inputs = target.inputs(dtype, seqlen_q=12, heads_q=2)
+    options = {} if option is None else {option: (PLAIN | OTHERS)[option]}
+    options |= {"dropout_seed": 1} if option == "dropout_p" else {}
+    if option == "sinks":
+        options = {"sinks": torch.ones(2, device=target.device)}
+    elif option == "bias":
+        options = {"bias": torch.ones(12, 12, device=target.device, dtype=inputs.q.dtype)}
+    seen = set()
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            seen.add(str(function))
+            return function(*arguments, **(options or {}))
+
+    def results():
+        qkv = leaves(inputs)
+        out = cupyflash.attention(*qkv, **options)
+        return [out, *torch.autograd.grad(out, qkv, inputs.dout)]
+
+    expected = results()
+    with Sees():
+        found = results()
+    assert all(map(torch.equal, found, expected))
+    kind = "" if option in OTHERS and option != "precision" else "_plain"
+    names = {f"cupyflash.attention{kind}.default", f"cupyflash.attention{kind}_backward.default"}
+    assert {x for x in seen if x.startswith("cupyflash.")} == names
+
+
 def python(code):
     pytest.importorskip("torch")
     return subprocess.run(

@@ -16,7 +16,7 @@ plan.py            `ForwardPlan`, `BackwardPlan`: allocates the results and laun
 =================  =================================================================================
 
 Beside this way lie other signatures (sdpa.py, flex.py, triangle.py, ``ops/flash_attn.py``), torch
-(torch_side.py, torch_ops.py, torch_text.py), scores and masks of the caller's own (score_text/,
-captures.py, capture_gradients.py), masks.py and padding.py, which prepare arrays, combine.py, and
-the reference of the tests (reference.py, score.py, online_softmax.py).
+(torch_side.py, torch_ops.py, torch_plain.py, torch_text.py), scores and masks of the caller's own
+(score_text/, captures.py, capture_gradients.py), masks.py and padding.py, which prepare arrays,
+combine.py, and the reference of the tests (reference.py, score.py, online_softmax.py).
 """

@@ -27,8 +27,10 @@ class Forward:
             from . import torch_text
 
             return torch_text.attention(function, arrays, options[0])
-        from . import torch_ops
+        from . import torch_ops, torch_plain
 
+        if torch_plain.is_plain(arrays, options[0]):
+            return torch_plain.attention(function, arrays, options[0])
         return torch_ops.attention(function, arrays, options[0])
 
     @staticmethod
