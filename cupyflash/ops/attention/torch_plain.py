@@ -14,7 +14,7 @@ from torch import Tensor
 from ...runtime.torch_calls import current_transform, no_second_derivative, readable
 from ...runtime.torch_operator import operator, register_autograd, register_fake, register_vmap
 from . import dispatch
-from .options import NUM_ARGUMENTS, NUM_EXTRAS, PRECISIONS, Options, encode
+from .options import NUM_ARGUMENTS, NUM_EXTRAS, PRECISIONS, TEXT, Options, encode
 from .torch_ops import (
     LIBRARY,
     backward_rule,
@@ -32,7 +32,7 @@ LAYOUTS = ("bshd", "bhsd")
 
 def is_plain(arrays: tuple, options: tuple) -> bool:
     """Whether these operators take a call; the general ones say what is wrong with another."""
-    causal, _, _, softcap, layout, lengths, dropout_p, _, precision = options
+    causal, _, _, softcap, layout, lengths, dropout_p, _, precision = options[:TEXT]
     return (
         len(arrays) == 3
         and lengths is None
