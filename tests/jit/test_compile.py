@@ -197,6 +197,7 @@ def everything():
     ]
 
 
+@functools.cache
 def rest():
     """What the tests leave to CI: each kernel for the old GPUs and a new one, half of `tiles`."""
     found = []
@@ -211,17 +212,20 @@ def rest():
     return found + tiles()[::2]
 
 
+@functools.cache
 def widest():
     """A kernel of each file for Hopper, and the other half of `tiles`."""
     return list(dict.fromkeys((*files().values(), *tiles()[1::2])))
 
 
+@functools.cache
 def hopper():
     """Those of `files` that no other GPU can run: they depend most on NVRTC."""
     others = {x.source for backend in SETS.values() for x in backend.configurations((8, 0))}
     return [task for source, task in files().items() if source not in others]
 
 
+@functools.cache
 def files():
     """The first kernel of each file, of sm90 the widest of `tiles`, by the file."""
     found = {}
@@ -231,6 +235,7 @@ def files():
     return found | {task[0].source: task for task in tiles()}
 
 
+@functools.cache
 def tiles():
     """The widest tile of sm90 for each head dim, which spills first; two NVRTCs share them."""
     first, found = {}, {}
