@@ -90,7 +90,7 @@ def attention(
             number of the rank whose call is wrong. ValueError: ranks with other options.
             NotImplementedError: ``not_built``, which a score or a mask can say; a BlockMask beside
             sequences of several lengths, whose mask_mod is allowed.
-        RankError: another rank has failed or left.
+        RankError: another rank has failed or left, in this call or in an earlier one.
     """
     if not isinstance(shard, Shard):
         raise TypeError(f"{FUNCTION}: shard must be a Shard, got {short(shard)}")
@@ -150,8 +150,9 @@ def _call(
         agree(FUNCTION, shard.teams, shard.failures, facts, error)
         shard.agreed = True
     elif error is not None:
-        with shard.failures.reported(FUNCTION):
-            raise error
+        shard.agreed = False  # if all ranks have made this call, they can go on
+        shard.failures.tell(error)
+        raise error
     with shard.failures.reported(FUNCTION):  # what it computes between collectives may raise, too
         out, lse = moved(q, k, v, shard, call, extras, (captures, found), return_lse)
     if on_gpu:

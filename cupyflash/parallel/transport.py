@@ -20,6 +20,9 @@ from torch.utils import checkpoint
 LOOK = 0.1  # seconds between two looks into the store
 GRACE = 2.0  # seconds in which ranks that are left write into the store
 _shards: dict[str, int] = collections.Counter()  # how many each group has had
+# By the identities of groups, which are kept so that no other gets them: what ended a call within
+# its collectives. Ranks that went on may be anywhere in it, and would mix up two calls.
+_out_of_step: dict[tuple[int, ...], tuple[list[Any], str]] = {}
 
 # torch 2.14 has new names for these, and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,7 +30,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class RankError(RuntimeError):
-    """Another rank has failed or left; the text has its number and what it raised."""
+    """Another rank has failed or left, and the text has its number and what it raised; or ranks may
+    be out of step since an earlier call that ended so.
+    """
 
 
 # torch raises this exception to end the recomputation of a checkpoint, on all ranks at the same
@@ -67,20 +72,37 @@ class Failures:
         name = ",".join(map(str, members))
         _shards[name] += 1  # the same on all ranks, as they make the same shards
         self.key = f"cupyflash.parallel/{name}/{_shards[name]}"
+        self.groups = [team.group for team in teams]
         self.store = dist.distributed_c10d._get_default_store() if self.ranks > 1 else None
 
     @contextlib.contextmanager
     def reported(self, function: str) -> Iterator[None]:
-        """A block with collectives: what it raises, the other ranks raise, too."""
+        """A block with collectives: what it raises, the other ranks raise, too.
+
+        Behind it the group serves no more, as ranks may not have ended the same collectives.
+        """
+        group = tuple(map(id, self.groups))
+        if group in _out_of_step:
+            fact = "ranks may be out of step since a call in which this one raised"
+            raise RankError(f"{function}: {fact} (make another group): {_out_of_step[group][1]}")
         try:
             yield
-        except (RankError, _RECOMPUTED):
+        except _RECOMPUTED:
             raise
-        except _Lost as lost:
-            raise RankError(f"{function}: {self._cause(str(lost))}") from lost.__cause__
         except BaseException as error:
-            self._write(f"raised {type(error).__name__}: {error}")
+            if self.store is not None:
+                text = f"{type(error).__name__}: {error}"
+                _out_of_step.setdefault(group, (self.groups, text))
+            if isinstance(error, RankError):
+                raise
+            if isinstance(error, _Lost):
+                raise RankError(f"{function}: {self._cause(str(error))}") from error.__cause__
+            self.tell(error)
             raise
+
+    def tell(self, error: BaseException) -> None:
+        """Writes for the other ranks what this one raises."""
+        self._write(f"raised {type(error).__name__}: {error}")
 
     def seen(self) -> bool:
         """Whether a rank has written; also when the store has gone, with the rank that holds it."""

@@ -103,3 +103,16 @@ def test_a_rank_that_fails(where):
         assert f"rank 1 raised {second[0]}" in text
     else:
         assert "rank 1 has left or does not answer" in text
+
+
+def test_a_rank_that_goes_on_behind_its_error():
+    """Its next call would meet the collectives of the call that it left."""
+    with Ranks(2) as ranks:
+        first, second = ranks.run(failing.go_on)
+    assert second[0] == "MemoryError: no room"
+    out_of_step = "ranks may be out of step since a call in which this one raised"
+    for text, function in zip(second[1:], ("attention", "Shard")):
+        assert text.startswith(f"RankError: parallel.{function}: {out_of_step}")
+        assert text.endswith("(make another group): MemoryError: no room")
+    # The other rank had all keys when rank 1 failed, but waits for it in vain from then on.
+    assert first[1].startswith("RankError: ") and first[2].startswith("RankError: ")
