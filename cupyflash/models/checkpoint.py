@@ -82,7 +82,7 @@ def require_count(function: str, name: str, value: Any, most: int = MOST) -> int
 
 
 def require_eps(function: str, name: str, value: Any) -> float:
-    """What a norm adds to a variance.
+    """The eps of a norm, which is added to the variance.
 
     Raises:
         ValueError: no number above 0 and below 1.

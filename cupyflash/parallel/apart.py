@@ -36,7 +36,7 @@ def keep(
 def prepared(
     q: Any, k: Any, v: Any, shard: Shard, options: dict[str, Any], move: Any
 ) -> Prepared | None:
-    """What `keep` has prepared for calls like this one."""
+    """The sequences and options that `keep` has prepared for calls like this one, if it has."""
     if not type(q) is type(k) is type(v) is Tensor or environment.current().debug:
         return None
     try:
@@ -46,7 +46,7 @@ def prepared(
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, move: Any, options: dict[str, Any]) -> tuple:
-    """Dtypes and strides are not in it, as plans are made by them and refuse wrong ones."""
+    """The key of a call; plans have dtypes and strides in theirs, and refuse wrong ones."""
     return "apart", q.shape, k.shape, v.shape, q.device, move, *options.values()
 
 

@@ -20,8 +20,9 @@ from torch.utils import checkpoint
 LOOK = 0.1  # seconds between two looks into the store
 GRACE = 2.0  # seconds in which ranks that are left write into the store
 _shards: dict[str, int] = collections.Counter()  # how many each group has had
-# By the identities of groups, which are kept so that no other gets them: what ended a call within
-# its collectives. Ranks that went on may be anywhere in it, and would mix up two calls.
+# The error that ended a call within its collectives, by the identities of the groups of the call,
+# which are kept so that no other group gets these. The ranks of such groups may wait at different
+# collectives, and a later call would meet those of the earlier one.
 _out_of_step: dict[tuple[int, ...], tuple[list[Any], str]] = {}
 
 # torch 2.14 has new names for these, and warns of the old ones.

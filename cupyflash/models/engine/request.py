@@ -147,7 +147,7 @@ def check_sampling(function: str, sampling: Any) -> Sampling:
 
 
 def check_stop(function: str, stop: Any) -> Any:
-    """What may end a text.
+    """The object that a request asks after each token whether its text ends.
 
     Raises:
         TypeError: it has no ``end``; in a step, this would end all other requests, too.

@@ -16,7 +16,7 @@ from ...runtime.philox import SEED_ARRAY, dropout_scale, dropout_threshold
 from ...runtime.specs import Spec, check_views
 from ...runtime.structs import header
 from .names import caller_name
-from .options import RULES, Options
+from .options import CAUSAL, LAYOUTS, RULES, Options
 from .problem import ExtraFacts, Problem, bias_strides, canonical_strides, kernel_head_dim
 from .score_text.checks import check_text
 
@@ -63,7 +63,7 @@ def check(
         NotImplementedError: optional arrays that packed sequences do not have.
     """
     extras = extras or {}
-    if options.max_seqlens is None and options.layout not in ("bshd", "bhsd"):
+    if options.max_seqlens is None and options.layout not in LAYOUTS:
         fact = "layout must be 'bshd' or 'bhsd'"
         raise ValueError(f"{function}: {fact}, got {options.layout!r}")
     q, say = tensors["q"], functools.partial(caller_name, function)
@@ -181,7 +181,7 @@ def _spec(name: str, layout: str) -> Spec:
 def _visible_keys(function: str, options: Options, unlimited: int) -> tuple[int, int, bool]:
     """(keys left of the diagonal, keys right of it, whether it starts at the top left)."""
     causal, window = options.causal, options.window
-    if causal not in (False, True, "bottom-right", "top-left"):
+    if causal not in CAUSAL:
         allowed = "False, True, 'bottom-right' or 'top-left'"
         name = caller_name(function, "causal")
         raise ValueError(f"{function}: {name} must be {allowed}, got {causal!r}")

@@ -17,6 +17,8 @@ from .names import caller_name
 from .score_text import Text
 
 PRECISIONS = ("ieee", "tf32")
+CAUSAL = (False, True, "bottom-right", "top-left")
+LAYOUTS = ("bshd", "bhsd")  # of calls without packed sequences
 UNLIMITED = 2**31 - 1  # a side of a window is not longer
 # Factors of the score lie between these, so that in float32 they are neither 0 nor denormal, which
 # approximate division takes for 0, and that they are finite, also times log2(e).

@@ -14,7 +14,16 @@ from torch import Tensor
 from ...runtime.torch_calls import current_transform, no_second_derivative, readable
 from ...runtime.torch_operator import operator, register_autograd, register_fake, register_vmap
 from . import dispatch
-from .options import NUM_ARGUMENTS, NUM_EXTRAS, PRECISIONS, TEXT, Options, encode
+from .options import (
+    CAUSAL,
+    LAYOUTS,
+    NUM_ARGUMENTS,
+    NUM_EXTRAS,
+    PRECISIONS,
+    TEXT,
+    Options,
+    encode,
+)
 from .torch_ops import (
     LIBRARY,
     backward_rule,
@@ -26,8 +35,6 @@ from .torch_ops import _backward_op as general_backward
 from .torch_ops import _forward_op as general_forward
 
 OPTIONS = "str call, float? scale=None, SymInt[]? window=None"
-CAUSAL = ("", "bottom-right", "top-left")
-LAYOUTS = ("bshd", "bhsd")
 
 
 def is_plain(arrays: tuple, options: tuple) -> bool:
@@ -36,7 +43,7 @@ def is_plain(arrays: tuple, options: tuple) -> bool:
     return (
         len(arrays) == 3
         and lengths is None
-        and (causal is True or causal is False or causal in CAUSAL)
+        and causal in CAUSAL
         and layout in LAYOUTS
         and precision in PRECISIONS
         and softcap == 0
@@ -52,7 +59,7 @@ def attention(function: str, arrays: tuple, options: tuple) -> tuple[Tensor, Ten
     return _forward_op(*arrays, call, scale, window)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # a bound on memory, for scales that change with every call
 def _decoded(call: str, scale: float | None, window: tuple | None) -> tuple[str, Options]:
     function, causal, layout, deterministic, precision = call.split("|")
     in_order = deterministic == "True"
