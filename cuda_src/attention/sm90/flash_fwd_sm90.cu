@@ -59,7 +59,7 @@
 // Sources: FlashAttention-3, arXiv:2407.08608; PTX ISA, "Asynchronous Warpgroup Level Matrix
 // Instructions" and "Tensor copy".
 #include "../../ptx/dependent_launch.cuh"
-#include "fwd_consumer.cuh"
+#include "fwd_weights.cuh"
 #include "paged_keys.cuh"
 
 // The bits of the first key tile of a tile, which are loaded before its S is issued.
@@ -77,8 +77,8 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
-  const bool masked = !(HAS_MASK_TILES ? consumer.run_is_inner : consumer.is_inner());
-  consumer.score_and_softmax(s, state, consumer.load_seen(seen_by_text), masked, AT_NEW_MAX);
+  score_and_softmax(consumer, s, state, consumer.load_seen(seen_by_text), consumer.is_masked(),
+                    AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
 }
@@ -99,7 +99,8 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   consumer.end_products();
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
-  consumer.score_and_softmax(s, state, seen, masked, masked ? C::KEEPS_MASKED_MAX : C::KEEPS_MAX);
+  const bool at_old_max = C::ONE_LOOP || (masked ? C::KEEPS_MASKED_MAX : C::KEEPS_MAX);
+  score_and_softmax(consumer, s, state, seen, masked, at_old_max);
   wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);
@@ -173,7 +174,11 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   for (;;) {
     // ---- the other key tiles: those on either edge of a window need the mask ----
     int& n = consumer.n;
-    if constexpr (HAS_MASK_TILES) {
+    if constexpr (decltype(consumer)::ONE_LOOP) {
+#pragma unroll 1
+      for (consumer.go_on(); n >= consumer.n_begin; consumer.go_on())
+        step(consumer, p, acc_o, state, consumer.is_masked());
+    } else if constexpr (HAS_MASK_TILES) {
       if (--n < consumer.run_begin) consumer.seek(n);
 #pragma unroll 1
       for (; n >= consumer.n_begin; consumer.seek(n)) {

@@ -9,11 +9,13 @@
 #include "ordered_softmax.cuh"
 #include "scores_again.cuh"
 
-// L is the FwdLayout, Options the ScoreOptions. With SPLIT the block has a part of the keys only.
+// L is the FwdLayout, Options_ the ScoreOptions. With SPLIT the block has a part of the keys only.
 // The accumulators are arguments of the steps, because the compiler breaks a struct up into
 // registers early only if it has no arrays.
-template <class Options, class L, bool SPLIT>
+template <class Options_, class L, bool SPLIT>
 struct FwdConsumer {
+  using Options = Options_;
+  using Layout = L;
   using T = typename Options::T;
   using Scores = float[L::BLOCK_N / 8][4];
   using Weights = uint32_t[L::BLOCK_N / 16][4];  // P as an operand
@@ -103,7 +105,7 @@ struct FwdConsumer {
         ACCUMULATE);
   }
 
-  // ---- score and softmax ----
+  // ---- score and softmax: fwd_weights.cuh turns S into P ----
 
   // Load the masks of tile n. A load before a wait is complete when the scores are.
   __device__ __forceinline__ SeenByText load_seen_by_text(bool masked) const {
@@ -129,70 +131,9 @@ struct FwdConsumer {
   // The mask of a text may hide a part of any tile, and not only of the first ones. A row that has
   // seen no key by then reaches the limit.
   static constexpr bool KEEPS_MASKED_MAX = KEEPS_MAX && HAS_MASK_TILES && !Options::ALIBI_IS_LINE;
+  // With a text, one loop takes all tiles: each copy of the code takes NVRTC a second.
+  static constexpr bool ONE_LOOP = (HAS_USER_SCORE || HAS_MASK_TILES) && !L::HAS_BIAS;
   static constexpr float WEIGHT_LIMIT = T::IS_BFLOAT16 ? 0x1p40f : 0x1p15f;
-
-  // Turns S into P, and gives K back. state.rescale is the factor for the O of earlier tiles.
-  // `at_old_max` asks for weights relative to the maximum so far, if that serves: then K is held
-  // until it has turned out that no row needs a new one.
-  __device__ __forceinline__ void score_and_softmax(Scores& s, RowState& state, const Seen& seen,
-                                                    bool masked, bool at_old_max) {
-    const int row = tile->m_begin + warp_row + lane / 4;
-    const int col = key_tile() * L::BLOCK_N + lane % 4 * 2;
-    const float alibi_slope = load_alibi_slope<Options>(params.base, tile->batch, tile->head);
-    const ScorePlace<Rows::QUERIES> at = {tile->sequence, tile->batch, tile->head, alibi_slope,
-                                          &dropout_seed,  row,         col};
-    if (!at_old_max) shared.k.release(kv_ring.stage);
-    uint32_t bias_loads = 0;
-    const auto add_bias = [&](Scores& s, float bias_scale) {
-      shared.bias[group].wait_full(bias_ring);
-      bias_loads = add_bias_tile<typename L::TileBias, T>(
-          s, L::bias_address(smem, group, bias_ring.stage), warp_row % 64, bias_scale, seen.keys);
-    };
-    const auto apply_masks = [&] {
-      if (masked) score.apply_seen(s, seen.scores);
-      if (masked && !(HAS_MASK_TILES && is_inside())) score.apply_mask(s, at);
-    };
-    score.apply(s, at, add_bias, masked, !at_old_max);
-    apply_masks();
-    const auto scores_read = [&] {
-      // The loads of the bias must have returned before the arrival that gives its tile back. Here
-      // they have, because all scores have been read, so that this wait costs nothing.
-      if constexpr (L::HAS_BIAS) {
-        wait_for_loads(bias_loads);
-        __syncwarp();  // the loads of all lanes have returned
-        shared.bias[group].release(bias_ring.stage);
-        bias_ring.advance();
-      }
-    };
-    const auto order = [&] {
-      if constexpr (ORDERS_EXPONENTIALS) {
-        const auto wait = [&] {
-          if (!at_old_max) scores_read();
-          wait_for_order();
-        };
-        return ExponentialOrder{wait, [&] { pass_order(); }, shared.zero};
-      } else {
-        return NoOrder();
-      }
-    }();
-    if (at_old_max) {
-      const auto line = score.line(at);  // ALiBi, which becomes a part of the exponentials
-      if (!state.update_at_old_max(s, score.scale_log2, WEIGHT_LIMIT, order, line)) {
-        compute_s_again<T, L>(s, smem + q_ring.stage * L::TileQ::BYTES,
-                              smem + L::K_OFFSET + kv_ring.stage * L::TileK::BYTES, warp_row);
-        score.apply(s, at.again(), add_bias, masked);
-        apply_masks();
-        state.template update<Options::SOFTCAP>(s, score.scale_log2);
-      }
-      scores_read();
-      shared.k.release(kv_ring.stage);
-    } else if constexpr (ORDERS_EXPONENTIALS) {
-      update_in_order<Options::SOFTCAP>(state, s, score.scale_log2, order);
-    } else {
-      state.template update<Options::SOFTCAP>(s, score.scale_log2, scores_read);
-    }
-    score.apply_dropout(s, at);
-  }
 
   // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would
   // lie on the path from one S to the next, which is the longest one at these head dims.
@@ -262,6 +203,19 @@ struct FwdConsumer {
     n = uniform(run.last);
     run_is_inner = !uniform(run.masked) && is_inner();
     run_begin = Options::ALIBI_IS_LINE ? n : uniform(run.begin);
+  }
+
+  // Goes on to the key tile before this one that is visited.
+  __device__ __forceinline__ void go_on() {
+    --n;
+    if constexpr (HAS_MASK_TILES) {
+      if (n < run_begin) seek(n);
+    }
+  }
+
+  // Whether some scores of the key tile may have to be masked.
+  __device__ __forceinline__ bool is_masked() const {
+    return !(HAS_MASK_TILES ? run_is_inner : is_inner());
   }
 
   __device__ __forceinline__ int key_tile() const {

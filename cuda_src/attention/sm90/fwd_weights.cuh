@@ -1,0 +1,127 @@
+// S becomes P in a consumer warpgroup of the sm_90 forward kernel: score, masks, online softmax and
+// dropout. C is the FwdConsumer (fwd_consumer.cuh).
+#pragma once
+#include "fwd_consumer.cuh"
+
+using QueryPlace = ScorePlace<Rows::QUERIES>;
+
+// Computes the S of this warp for a second time. K must not have been given back.
+template <class C>
+__device__ __forceinline__ void compute_s_again(const C& consumer, typename C::Scores& s) {
+  using L = typename C::Layout;
+  compute_s_again<typename C::T, L>(
+      s, consumer.smem + consumer.q_ring.stage * L::TileQ::BYTES,
+      consumer.smem + L::K_OFFSET + consumer.kv_ring.stage * L::TileK::BYTES, consumer.warp_row);
+}
+
+// Turns S into weights where a loop has either tiles with a mask or inner ones.
+template <class C>
+__device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowState& state,
+                                      const QueryPlace& at, const typename C::Seen& seen,
+                                      bool masked, bool at_old_max) {
+  using L = typename C::Layout;
+  using Options = typename C::Options;
+  const auto& score = consumer.score;
+  auto& bias = consumer.shared.bias[consumer.group];
+  auto& keys = consumer.shared.k;
+  if (!at_old_max) keys.release(consumer.kv_ring.stage);
+  uint32_t bias_loads = 0;
+  const auto add_bias = [&](typename C::Scores& s, float bias_scale) {
+    bias.wait_full(consumer.bias_ring);
+    bias_loads = add_bias_tile<typename L::TileBias, typename C::T>(
+        s, L::bias_address(consumer.smem, consumer.group, consumer.bias_ring.stage),
+        consumer.warp_row % 64, bias_scale, seen.keys);
+  };
+  const auto apply_masks = [&] {
+    if (masked) score.apply_seen(s, seen.scores);
+    if (masked && !(HAS_MASK_TILES && consumer.is_inside())) score.apply_mask(s, at);
+  };
+  score.apply(s, at, add_bias, masked, !at_old_max);
+  apply_masks();
+  const auto scores_read = [&] {
+    // The loads of the bias must have returned before the arrival that gives its tile back. Here
+    // they have, because all scores have been read, so that this wait costs nothing.
+    if constexpr (L::HAS_BIAS) {
+      wait_for_loads(bias_loads);
+      __syncwarp();  // the loads of all lanes have returned
+      bias.release(consumer.bias_ring.stage);
+      consumer.bias_ring.advance();
+    }
+  };
+  const auto order = [&] {
+    if constexpr (C::ORDERS_EXPONENTIALS) {
+      const auto wait = [&] {
+        if (!at_old_max) scores_read();
+        consumer.wait_for_order();
+      };
+      return ExponentialOrder{wait, [&] { consumer.pass_order(); }, consumer.shared.zero};
+    } else {
+      return NoOrder();
+    }
+  }();
+  if (at_old_max) {
+    const auto line = score.line(at);  // ALiBi, which becomes a part of the exponentials
+    if (!state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, order, line)) {
+      compute_s_again(consumer, s);
+      score.apply(s, at.again(), add_bias, masked);
+      apply_masks();
+      state.template update<Options::SOFTCAP>(s, score.scale_log2);
+    }
+    scores_read();
+    keys.release(consumer.kv_ring.stage);
+  } else if constexpr (C::ORDERS_EXPONENTIALS) {
+    update_in_order<Options::SOFTCAP>(state, s, score.scale_log2, order);
+  } else {
+    state.template update<Options::SOFTCAP>(s, score.scale_log2, scores_read);
+  }
+}
+
+// Turns S into weights where one loop has tiles of all kinds. Those that need a new maximum, as
+// some keys may be hidden or as the old one did not serve, share the code with the masks.
+template <class C>
+__device__ __forceinline__ void weigh_any(C& consumer, typename C::Scores& s, RowState& state,
+                                          const QueryPlace& at, const typename C::SeenByText& seen,
+                                          bool masked, bool at_old_max) {
+  const auto& score = consumer.score;
+  auto& keys = consumer.shared.k;
+  at_old_max = at_old_max && (!masked || (C::KEEPS_MASKED_MAX && consumer.is_inside()));
+  if (!at_old_max) keys.release(consumer.kv_ring.stage);
+  bool is_done = false;
+  if (at_old_max) {
+    score.apply(s, at, NoBiasTile(), UNMASKED, !at_old_max);
+    if (masked) score.apply_seen(s, seen);
+    const auto line = score.line(at);
+    is_done = state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, NoOrder(), line);
+    if (!is_done) compute_s_again(consumer, s);
+    keys.release(consumer.kv_ring.stage);
+  }
+  if (!is_done) {
+    const QueryPlace again = at.again();
+    score.apply(s, again);
+    if (masked) score.apply_seen(s, seen);
+    score.apply_mask(s, again);
+    state.template update<C::Options::SOFTCAP>(s, score.scale_log2);
+  }
+}
+
+// Turns S into P, and gives K back. state.rescale is the factor for the O of earlier tiles.
+// `at_old_max` asks for weights relative to the maximum so far, if that serves: then K is held
+// until it has turned out that no row needs a new one.
+template <class C>
+__device__ __forceinline__ void score_and_softmax(C& consumer, typename C::Scores& s,
+                                                  RowState& state, const typename C::Seen& seen,
+                                                  bool masked, bool at_old_max) {
+  const auto& tile = *consumer.tile;
+  const int row = tile.m_begin + consumer.warp_row + consumer.lane / 4;
+  const int col = consumer.key_tile() * C::Layout::BLOCK_N + consumer.lane % 4 * 2;
+  const float alibi_slope =
+      load_alibi_slope<typename C::Options>(consumer.params.base, tile.batch, tile.head);
+  const QueryPlace at = {tile.sequence,          tile.batch, tile.head, alibi_slope,
+                         &consumer.dropout_seed, row,        col};
+  if constexpr (C::ONE_LOOP) {
+    weigh_any(consumer, s, state, at, seen.scores, masked, at_old_max);
+  } else {
+    weigh(consumer, s, state, at, seen, masked, at_old_max);
+  }
+  consumer.score.apply_dropout(s, at);
+}
