@@ -21,7 +21,7 @@ HOPPER = Card((9, 0), 132, 50 << 20)
 
 def nothing(config: Any, device: int) -> Callable[..., None]:
     """Stands for `jit.load`, and for a kernel that does nothing."""
-    return lambda *arguments: None
+    return lambda *arguments, **options: None
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ compiler.py   architectures, and NVRTC: one configuration to one cubin
 cache.py      the folder of compiled kernels
 ownership.py  who can change what is in a folder
 builder.py    look up, else compile and publish; load on a device; PTX and SASS beside the cubin
+function.py   a loaded kernel, launched with the bytes of its argument
 pool.py       many kernels at once, in processes, without a GPU
 messages.py   texts that are logged and printed
 ============  ===================================================================

@@ -10,17 +10,14 @@ import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import environment
 from . import cache, compiler, messages, sources
 from .cache import Built
 from .compiler import Kernel, target_arch
+from .function import Function
 
-if TYPE_CHECKING:
-    import cupy
-
-_functions: dict[tuple[Kernel, int], "cupy.cuda.Function"] = {}
+_functions: dict[tuple[Kernel, int], Function] = {}
 _load_lock = threading.Lock()
 # NVRTC compiles one program at a time anyway, so one lock for all kernels loses nothing.
 _lock = threading.Lock()
@@ -143,7 +140,7 @@ def _find(name: str) -> str | None:
     return shutil.which(name, path=str(Path(triton.origin).parent / "backends/nvidia/bin"))
 
 
-def load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
+def load(config: Kernel, device_id: int) -> Function:
     """The kernel of ``config``, loaded on a device and ready to launch with its shared memory.
 
     Compiles at most once a process, also when many threads ask at once. Raises as
@@ -158,7 +155,7 @@ def load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
     return function
 
 
-def _load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
+def _load(config: Kernel, device_id: int) -> Function:
     import cupy
 
     device = cupy.cuda.Device(device_id)
@@ -167,4 +164,4 @@ def _load(config: Kernel, device_id: int) -> "cupy.cuda.Function":
     with device:
         kernel = cupy.RawModule(path=str(built.path)).get_function(built.lowered_name)
         kernel.max_dynamic_shared_size_bytes = config.shared_memory
-        return kernel.kernel
+        return Function(kernel.kernel, config.argument_size)

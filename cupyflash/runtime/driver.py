@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from ctypes import byref, c_int, c_uint, c_void_p
 from typing import Any
 
+from ..jit.function import INVALID_CONTEXT, make_context_current
+
 DRIVER = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
-INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 TOO_LARGE = 720  # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
 SM_COUNT_AFFINITY = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
@@ -34,16 +35,10 @@ def function(name: str, *argument_types: Any) -> Callable[..., int]:
 
 
 def with_context(call: Callable[..., int], *arguments: Any) -> int:
-    """Calls the driver and returns the status, with a current context also in a new thread.
-
-    The CUDA runtime makes the primary context current at its first call in a thread; the driver
-    never does.
-    """
+    """Calls the driver and returns the status, with a current context also in a new thread."""
     status = call(*arguments)
     if status == INVALID_CONTEXT:
-        import cupy
-
-        cupy.cuda.runtime.free(0)  # does nothing but make the context of the device current
+        make_context_current()
         status = call(*arguments)
     return status
 

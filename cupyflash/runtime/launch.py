@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from ctypes import c_char_p, c_void_p
 from typing import Any
 
-import numpy
-
 from .. import jit
 from . import driver
 from .config import KernelConfig
@@ -116,8 +114,7 @@ class Launch:
         self, config: KernelConfig, device: int, grid: int, params: ctypes.Structure
     ) -> None:
         self.function = jit.load(config, device)
-        self.grid = (grid,)
-        self.block = (config.threads,)
+        self.grid, self.threads = max(1, grid), config.threads
         self.shared_memory = config.shared_memory
         self.cooperative = config.cooperative
         self.multiprocessors = multiprocessors(device) if self.cooperative else 0
@@ -126,7 +123,6 @@ class Launch:
         num_fields = len(call_fields(params))
         self.pack = struct.Struct(f"{num_fields}Q").pack
         self.tail = bytes(params)[8 * num_fields :]
-        self.dtype = numpy.dtype((numpy.void, config.argument_size))
 
     def argument(
         self, *values: int, stream: Any = None, workspace: int = 0, bias: int = 0
@@ -142,18 +138,17 @@ class Launch:
     def start(self, stream: Any, params: bytes) -> None:
         """Launches the kernel with these bytes as its argument."""
         if self.dependent and dependent_wanted():
-            sizes = (*self.grid, *self.block, self.shared_memory)
+            sizes = (self.grid, self.threads, self.shared_memory)
             launch_dependent(self.function.ptr, *sizes, pointer_of(stream), params)
+        elif self.cooperative:
+            self.start_together(stream, params)
         else:
-            argument = numpy.frombuffer(params, self.dtype)
-            if self.cooperative:
-                self.start_together(stream, argument)
-            else:
-                self.function(self.grid, self.block, (argument,), self.shared_memory, stream, False)
+            pointer = stream.ptr if stream else pointer_of(stream)
+            self.function(self.grid, self.threads, params, self.shared_memory, pointer)
         if recorder.launches is not None:
             recorder.launches.append((self, params))
 
-    def start_together(self, stream: Any, argument: numpy.ndarray) -> None:
+    def start_together(self, stream: Any, params: bytes) -> None:
         """Launches blocks that wait for each other (a cooperative launch).
 
         Raises:
@@ -164,9 +159,10 @@ class Launch:
         if self.was_too_large:
             found = self._multiprocessors_of(stream)
             if found < self.multiprocessors:
-                raise driver.GridTooLarge(*self.grid, found)
+                raise driver.GridTooLarge(self.grid, found)
+        sizes = (self.shared_memory, pointer_of(stream))
         try:
-            self.function(self.grid, self.block, (argument,), self.shared_memory, stream, True)
+            self.function(self.grid, self.threads, params, *sizes, cooperative=True)
         except RuntimeError as error:  # CuPy's CUDADriverError
             if getattr(error, "status", None) != driver.TOO_LARGE or self.multiprocessors == 1:
                 raise
@@ -174,7 +170,7 @@ class Launch:
             found = self._multiprocessors_of(stream)
             if found >= self.multiprocessors:  # some settings of MPS do not report the limit
                 found = self.multiprocessors // 2
-            raise driver.GridTooLarge(*self.grid, found) from None
+            raise driver.GridTooLarge(self.grid, found) from None
 
     def _multiprocessors_of(self, stream: Any) -> int:
         """The number that the driver reports for the stream, or else the one of the plan."""

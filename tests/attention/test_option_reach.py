@@ -153,8 +153,8 @@ def main():
     launched, option = [], []
 
     def load(config, device):
-        def launch(grid, block, arguments, *_):
-            argument = config.params.from_buffer_copy(arguments[0].tobytes())
+        def launch(grid, threads, argument, *_):
+            argument = config.params.from_buffer_copy(argument)
             launched.append((repr(config), grid, list(leaves(argument, option))))
 
         return launch

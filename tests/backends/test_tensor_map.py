@@ -5,7 +5,6 @@ import dataclasses
 import types
 from ctypes import POINTER, c_int, c_uint32, c_uint64, c_void_p
 
-import numpy
 import pytest
 from fakes import fake_cupy, fake_facts, fake_kernels
 from problems import HOPPER
@@ -303,7 +302,7 @@ def launches_go_to(monkeypatch, kernel_of, counter=0):
 
 def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
     arguments = []
-    function = lambda grid, block, args, *_: arguments.append((grid, block, args[0]))
+    function = lambda *launch: arguments.append(launch[:3])
     launches_go_to(monkeypatch, lambda config: function, counter=5)
     call = problem(view(2, 200, 4, 64))
     config = forward_kernel(call.kind((9, 0))._replace(features=Features()))
@@ -311,11 +310,10 @@ def test_launch_puts_maps_in_front(libcuda, devices, monkeypatch):
     params = structs.FlashFwdParams(**strides, lse_head_stride=5, shape=call.shape)
     made = launch.PersistentLaunch(config, call, params, HOPPER._replace(multiprocessors=7))
     made.start(None, made.argument(*range(16, 29)))
-    grid, block, argument = arguments[0]
-    assert grid == (7,) and block == (512,)
-    assert type(argument) is numpy.ndarray and argument.size == 1
-    params = structs.FlashFwdSm90Params.from_buffer_copy(argument.tobytes())
-    assert argument.nbytes == ctypes.sizeof(params) == 1024
+    grid, threads, argument = arguments[0]
+    assert (grid, threads) == (7, 512)
+    params = structs.FlashFwdSm90Params.from_buffer_copy(argument)
+    assert len(argument) == ctypes.sizeof(params) == 1024
     assert (params.num_splits, params.partial_rows, params.packed_tiles) == (1, 0, None)
     maps = params.q_map, params.k_map, params.v_map, params.out_map
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in (1, 2, 3, 4)]
@@ -332,7 +330,7 @@ def test_map_of_the_bias_is_the_last(libcuda, devices, monkeypatch):
     """Behind all else in the argument, in either pass; keys shared out or not."""
     BIAS = 4096  # its address
     arguments = []
-    function = lambda grid, block, args, *_: arguments.append(args[0].tobytes())
+    function = lambda grid, threads, argument, *_: arguments.append(argument)
     launches_go_to(monkeypatch, lambda config: function)
     call = biased(view(2, 1, 40, 72))
     forward, *_, split, combine = forward_kernels(call.kind((9, 0)))
@@ -364,7 +362,7 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
     """(queries, keys, heads), (queries of a tile, blocks, splits) on 132 multiprocessors."""
     launched = []
     kernel_of = lambda config: (
-        lambda grid, block, args, *_: launched.append((config, grid, args[0]))
+        lambda grid, threads, argument, *_: launched.append((config, grid, argument))
     )
     launches_go_to(monkeypatch, kernel_of)
     for lengths, expected in {
@@ -383,8 +381,8 @@ def test_keys_are_shared_out_where_tiles_are_few(libcuda, devices, monkeypatch):
         launched.clear()
         made.start(None, made.argument(*range(16, 29), workspace=2**20))
         block_m, blocks, splits = expected
-        assert launched[0][1] == (blocks,) and len(launched) == (1 if splits == 1 else 2)
-        params = structs.FlashFwdSm90Params.from_buffer_copy(launched[0][2].tobytes())
+        assert launched[0][1] == blocks and len(launched) == (1 if splits == 1 else 2)
+        params = structs.FlashFwdSm90Params.from_buffer_copy(launched[0][2])
         main = launched[0][0]
         assert (main.block_m, main.split, params.num_splits) == (block_m, splits > 1, splits)
         if splits > 1:

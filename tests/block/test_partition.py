@@ -38,28 +38,31 @@ class FakePlan(Plan):
         views["x"] = "changed"  # as the plans of linear layers change theirs
         self.device_id, self.current_device = 0, lambda: 0
         self.launch = launch = Launch.__new__(Launch)
-        launch.grid, launch.block, launch.shared_memory = (factor * multiprocessors(0),), (1,), 0
-        launch.cooperative, launch.dependent, launch.dtype = True, False, "V3"
+        launch.grid, launch.threads, launch.shared_memory = factor * multiprocessors(0), 1, 0
+        launch.cooperative, launch.dependent = True, False
         launch.multiprocessors, launch.was_too_large = multiprocessors(0), False
         launch.function = self.function
         self.views = views
 
-    def function(self, grid, block, arguments, shared_memory, stream, cooperative):
+    def function(self, grid, threads, argument, shared_memory, stream, cooperative):
         assert cooperative
-        if grid[0] > stream.room:
+        if grid > FakeStream.at[stream].room:
             raise TooLarge
-        stream.started.append(grid[0])
+        FakeStream.at[stream].started.append(grid)
 
     def run(self, stream):
         self.launch.start(stream, b"abc")
-        return self.launch.grid[0]
+        return self.launch.grid
 
 
 class FakeStream:
     """Room for so many blocks."""
 
+    at = {}  # by address
+
     def __init__(self, room):
         self.room, self.started, self.ptr = room, [], room
+        self.at[room] = self
 
 
 @pytest.fixture

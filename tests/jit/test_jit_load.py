@@ -1,9 +1,11 @@
 """Architectures, loading on a device (a fake one), and filling the cache in processes."""
 
+import ctypes
 import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_kernel
@@ -12,6 +14,7 @@ from tiny_kernel import Scale, needs_nvrtc, run_python
 
 from cupyflash import environment, jit
 from cupyflash.jit import compiler, messages, pool
+from cupyflash.jit.function import INVALID_CONTEXT, Function
 from cupyflash.ops.attention import backends
 from cupyflash.precompile import TOPICS
 
@@ -90,7 +93,7 @@ class FakeModule:
     @property
     def kernel(self):
         assert FakeDevice.entered == 1 and self.max_dynamic_shared_size_bytes == 65536
-        return object()
+        return SimpleNamespace(ptr=77)
 
 
 @needs_nvrtc
@@ -116,6 +119,95 @@ def test_eight_threads_load_one_kernel(folder, compilations, monkeypatch):
     assert jit.load(Scale(), 1) not in functions  # another device: its own function,
     assert len(compilations) == 1 and len(FakeModule.loaded) == 2  # but the same cubin
 
+
+# Launches -------------------------------------------------------------------------------------
+
+
+class FakeLaunches:
+    """Stands for the launches of CuPy's driver: notes the sizes and the bytes of the argument.
+
+    Attributes:
+        raises: what the next launch raises.
+        within: what the next launch calls before it reads its argument.
+    """
+
+    def __init__(self, monkeypatch, size):
+        import cupy
+
+        self.size, self.seen, self.freed = size, [], []
+        self.raises = self.within = None
+        monkeypatch.setattr(cupy.cuda.driver, "launchKernel", self.launch)
+        monkeypatch.setattr(cupy.cuda.driver, "launchCooperativeKernel", self.together)
+        monkeypatch.setattr(cupy.cuda.runtime, "free", self.freed.append)
+
+    def launch(self, ptr, *sizes_and_place, together=False):
+        *sizes, place = sizes_and_place if together else sizes_and_place[:-1]
+        if self.within is not None:
+            within, self.within = self.within, None
+            within()
+        at = ctypes.c_void_p.from_address(place).value
+        self.seen.append((ptr, tuple(sizes), together, ctypes.string_at(at, self.size)))
+        if self.raises is not None:
+            error, self.raises = self.raises, None
+            raise error
+
+    def together(self, *arguments):
+        self.launch(*arguments, together=True)
+
+
+class DriverError(RuntimeError):
+    """Stands for CuPy's CUDADriverError."""
+
+    def __init__(self, status):
+        self.status = status
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    pytest.importorskip("cupy")
+    return FakeLaunches(monkeypatch, 3)
+
+
+def test_what_a_launch_hands_to_the_driver(launches):
+    function = Function(SimpleNamespace(ptr=77), 3)
+    function(5, 128, b"abc", 2**17, 2**33)
+    function(6, 64, b"def", 0, 9, cooperative=True)
+    first, second = (5, 1, 1, 128, 1, 1, 2**17, 2**33), (6, 1, 1, 64, 1, 1, 0, 9)
+    assert launches.seen == [(77, first, False, b"abc"), (77, second, True, b"def")]
+    for wrong in (b"ab", b"abcd"):
+        with pytest.raises(ValueError):
+            function(5, 128, wrong, 0, 9)
+    function(5, 128, b"ghi", 0, 9)
+    assert launches.seen[-1][-1] == b"ghi" and len(launches.seen) == 3
+
+
+def test_launches_of_other_threads_keep_their_argument(launches):
+    """CuPy lets other threads run while the driver reads the argument."""
+    function = Function(SimpleNamespace(ptr=77), 3)
+
+    def other():
+        thread = threading.Thread(target=function, args=(1, 32, b"two", 0, 9))
+        thread.start()
+        thread.join()
+
+    launches.within = other
+    function(1, 32, b"one", 0, 9)
+    assert [x[-1] for x in launches.seen] == [b"two", b"one"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_thread_without_a_context_gets_one(launches, together):
+    function = Function(SimpleNamespace(ptr=77), 3)
+    launches.raises = DriverError(INVALID_CONTEXT)
+    function(1, 32, b"abc", 0, 9, together)
+    assert launches.freed == [0] and launches.seen[0] == launches.seen[1]
+    launches.raises = DriverError(720)
+    with pytest.raises(DriverError):
+        function(1, 32, b"abc", 0, 9, together)
+    assert launches.freed == [0] and len(launches.seen) == 3
+
+
+# In processes ---------------------------------------------------------------------------------
 
 WARMUP = """
 from tiny_kernel import Scale

@@ -177,8 +177,8 @@ def test_launch(machine):
     launch = LinearLaunch(config, 0, params)
     pointers = tuple(range(16, 16 * 13, 16))
     launch.start(None, launch.argument(*pointers))
-    ((grid, block, memory, found),) = machine.launched
-    assert (grid, block, memory) == ((40,), (384,), config.smem_bytes)
+    ((grid, threads, memory, found),) = machine.launched
+    assert (grid, threads, memory) == (40, 384, config.smem_bytes)
     maps = [found.x_map, found.weight_map, found.gate_weight_map, found.residual_map, found.out_map]
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in range(1, 6)]
     assert (found.base.x, found.base.bias, found.base.out) == (16, 64, 192)

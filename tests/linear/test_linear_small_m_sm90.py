@@ -154,9 +154,9 @@ def test_launch(monkeypatch):
     )
     launch = LinearSmallMLaunch(config, 0, params, norm=False)
     launch.start(None, launch.argument(*range(16, 16 * 13, 16)))
-    ((grid, block, memory, found),) = machine.launched
+    ((grid, threads, memory, found),) = machine.launched
     stage = (16 + 64) * 128
-    assert (grid, block) == ((84,), (160,)) and found.stages == 3
+    assert (grid, threads) == (84, 160) and found.stages == 3
     assert memory == 3 * stage + 64 * 18 * 4 + 4 * 16 * 8
     maps = [found.x_map, found.weight_map, found.gate_weight_map]
     assert [bytes(x) for x in maps] == [bytes([i]) * 128 for i in range(1, 4)]

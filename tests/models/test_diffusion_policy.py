@@ -231,27 +231,26 @@ def test_gradients_of_the_model(target, without_tf32):
 def test_prepared_calls(launches, has_scratch, copies):
     """One launch is repeated with its parameters, on the stream of then; others are called."""
     from cupyflash.runtime.launch import Launch, Prepared, copies_were_made
+    from cupyflash.runtime.torch_library import raw_stream
 
     launch, started, called = Launch.__new__(Launch), [], []
-    launch.grid = launch.block = (1,)
-    launch.shared_memory, launch.dtype = 0, "V3"
+    launch.grid = launch.threads = 1
+    launch.shared_memory = 0
     launch.cooperative = launch.dependent = False
     launch.has_scratch = has_scratch
-    launch.function = lambda grid, block, argument, memory, stream, cooperative: started.append(
-        (argument[0].tobytes(), stream)
-    )
+    launch.function = lambda *launch: started.append((launch[2], launch[4]))
 
     def call():
         called.append(None)
         for _ in range(copies):
             copies_were_made()
         for _ in range(launches):
-            launch.start("first", b"abc")
+            launch.start(raw_stream(1), b"abc")
         return "result"
 
-    prepared = Prepared(call, lambda: "second")
+    prepared = Prepared(call, lambda: raw_stream(2))
     assert [prepared(), prepared()] == ["result", "result"]
     repeated = launches == 1 and not has_scratch and not copies
     assert len(called) == (1 if repeated else 2)
     assert len(started) == 2 * launches
-    assert not launches or started[-1] == (b"abc", "second" if repeated else "first")
+    assert not launches or started[-1] == (b"abc", 2 if repeated else 1)

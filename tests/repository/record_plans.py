@@ -103,10 +103,10 @@ class Recorder:
     def load(self, config: Any, device: int) -> Callable[..., None]:
         """Stands for `jit.load`."""
 
-        def launch(grid, block, arguments, shared_memory, stream, cooperative) -> None:
+        def launch(grid, threads, argument, shared_memory, stream, cooperative=False) -> None:
             values, rest = [], hashlib.sha256()
-            self._read(config.params.from_buffer_copy(arguments[0].tobytes()), values, rest)
-            sizes = f"grid {grid[0]}, block {block[0]}, shared {shared_memory}"
+            self._read(config.params.from_buffer_copy(argument), values, rest)
+            sizes = f"grid {grid}, block {threads}, shared {shared_memory}"
             sizes += ", cooperative" if cooperative else ""
             text = f"  {config.expression}: {sizes}, {rest.hexdigest()[:16]}, {' '.join(values)}"
             self.lines.append(text)

@@ -90,7 +90,7 @@ def test_a_thread_without_a_context_gets_one(launches, monkeypatch):
 
 
 class Recording:
-    """Takes the place of CuPy's function and stream."""
+    """Takes the place of a kernel's function and a stream."""
 
     ptr = 77
 
@@ -104,7 +104,7 @@ class Recording:
 @pytest.mark.parametrize("dependent", [False, True])
 def test_only_what_can_wait_begins_early_and_only_where_it_is_wanted(launches, dependent):
     launch = Launch.__new__(Launch)
-    launch.function, launch.grid, launch.block, launch.dtype = Recording(), (5,), (128,), "V5"
+    launch.function, launch.grid, launch.threads = Recording(), 5, 128
     launch.shared_memory, launch.cooperative, launch.dependent = 0, False, dependent
     launch.start(Recording(), b"first")
     assert (len(launches), len(launch.function.calls)) == (0, 1)

@@ -107,8 +107,8 @@ def fake_launches(monkeypatch, params):
         params: the struct that the kernels take.
 
     Returns:
-        `encoded`, the tensor maps as (pointer, spec), and `launched`, the launches as (grid, block,
-        shared memory, params).
+        `encoded`, the tensor maps as (pointer, spec), and `launched`, the launches as (grid,
+        threads, shared memory, params).
     """
     from cupyflash.ops.linear import launches
     from cupyflash.runtime import launch
@@ -120,9 +120,9 @@ def fake_launches(monkeypatch, params):
         found.encoded.append((pointer, spec))
         return bytes([len(found.encoded)]) * 128
 
-    def function(grid, block, arguments, shared_memory, *_):
-        argument = params.from_buffer_copy(arguments[0].tobytes())
-        found.launched.append((grid, block, shared_memory, argument))
+    def function(grid, threads, argument, shared_memory, *_, **__):
+        argument = params.from_buffer_copy(argument)
+        found.launched.append((grid, threads, shared_memory, argument))
 
     fake_cupy(monkeypatch)
     monkeypatch.setattr(TensorMapSpec, "encode", encode)

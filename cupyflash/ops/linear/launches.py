@@ -216,7 +216,7 @@ class LinearSmallMLaunch(LinearLaunch):
             structs.LinearSmallMSm90Params, "stages"
         )
         super().__init__(config, device, params)
-        self.block = (config.norm_threads if norm else config.threads,)
+        self.threads = config.norm_threads if norm else config.threads
         self.shared_memory = config.smem_bytes(stages, params.depth, norm)
 
 

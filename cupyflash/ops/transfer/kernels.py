@@ -5,8 +5,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import numpy
-
 from ... import jit
 from ...runtime.config import ITEM_SIZE, KernelConfig, vector_width
 from ...runtime.gpu import Capability
@@ -112,5 +110,4 @@ def _launch(
 ) -> None:
     if rows:
         grid = -(-rows * WARP // config.threads)
-        argument = numpy.frombuffer(bytes(params), numpy.dtype((numpy.void, config.argument_size)))
-        jit.load(config, device)((grid,), (config.threads,), (argument,), 0, stream, False)
+        jit.load(config, device)(grid, config.threads, bytes(params), 0, stream.ptr)

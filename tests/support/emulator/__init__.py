@@ -74,14 +74,13 @@ class Emulated:
         self.config, self.folder, self.launched = config, folder, launched
         self.without = without
 
-    def __call__(self, grid, block, arguments, shared_memory, stream, cooperative) -> None:
-        params = arguments[0].tobytes()
+    def __call__(self, grid, threads, params, shared_memory, stream, cooperative=False) -> None:
         memory = ctypes.create_string_buffer(len(params) + 64)
         address = ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
         ctypes.memmove(address, params, len(params))
         self.launched.append(self.config.name)
         seed, shuffled = len(self.launched), self.config.name in ANY_ORDER
-        failure = self.launch(address, grid[0], block[0], shared_memory, seed, shuffled)
+        failure = self.launch(address, grid, threads, shared_memory, seed, shuffled)
         if failure:
             raise RuntimeError(f"{self.config.expression}: {failure.decode()}")
 
