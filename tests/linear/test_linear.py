@@ -160,7 +160,7 @@ def test_plans_of_long_rows(monkeypatch, capability, rows):
             )
             blocks = {NormFwdCluster: lambda x: rows * x.cluster, NormFwdLong: lambda x: rows}
             of_rows = blocks.get(type(config), lambda x: -(-rows * x.row_threads // x.threads))
-            assert norm.grid == (of_rows(config),)
+            assert norm.grid == of_rows(config)
             kinds.add(type(config))
             found.append(depth)
             launched.clear()

@@ -3,11 +3,10 @@
 #pragma once
 #include "../../common/wg_gemm.cuh"
 #include "../score.cuh"
+#include "../softmax.cuh"
 #include "bias_tile.cuh"
 #include "fwd_block.cuh"
 #include "fwd_split.cuh"
-#include "ordered_softmax.cuh"
-#include "scores_again.cuh"
 
 // L is the FwdLayout, Options_ the ScoreOptions. With SPLIT the block has a part of the keys only.
 // The accumulators are arguments of the steps, because the compiler breaks a struct up into

@@ -1,17 +1,37 @@
 // S becomes P in a consumer warpgroup of the sm_90 forward kernel: score, masks, online softmax and
 // dropout. C is the FwdConsumer (fwd_consumer.cuh).
 #pragma once
+#include "../warp_gemm.cuh"
 #include "fwd_consumer.cuh"
+#include "ordered_softmax.cuh"
 
 using QueryPlace = ScorePlace<Rows::QUERIES>;
 
-// Computes the S of this warp for a second time. K must not have been given back.
+// Computes the S of a warp for a second time, as those of the wgmma are lost: by mma.sync, for
+// which it does not need the rest of its warpgroup. K must not have been given back.
 template <class C>
 __device__ __forceinline__ void compute_s_again(const C& consumer, typename C::Scores& s) {
   using L = typename C::Layout;
-  compute_s_again<typename C::T, L>(
-      s, consumer.smem + consumer.q_ring.stage * L::TileQ::BYTES,
-      consumer.smem + L::K_OFFSET + consumer.kv_ring.stage * L::TileK::BYTES, consumer.warp_row);
+  using TileQ = typename L::TileQ;
+  using TileK = typename L::TileK;
+  const uint32_t smem_q = consumer.smem + consumer.q_ring.stage * TileQ::BYTES;
+  const uint32_t smem_k = consumer.smem + L::K_OFFSET + consumer.kv_ring.stage * TileK::BYTES;
+  auto& rows = reinterpret_cast<float (&)[1][L::BLOCK_N / 8][4]>(s);
+  set_zero(rows);
+  // Registers are scarce: no address may wait in one for this rare case, and the steps are a loop.
+  RowOperandA<TileQ> q(smem_q, opaque(consumer.warp_row));
+  RowOperandB<TileK> k(smem_k, opaque(0));
+  const uint32_t q_address = q.address, k_address = k.address;
+#pragma unroll 1
+  for (int i = 0; i < L::HEAD_DIM / 16; ++i) {
+    q.address = TileQ::advance(q_address, 0, 2 * i);
+    k.address = TileK::advance(k_address, 0, 2 * i);
+    warp_gemm<typename C::T, 90, 1>(rows, q, k);
+  }
+  uint32_t loaded = 0;  // K may be given back only after its loads have returned
+#pragma unroll
+  for (int n = 0; n < L::BLOCK_N / 8; n += 2) loaded |= opaque_bits(s[n][0]);
+  wait_for_loads(loaded);
 }
 
 // Turns S into weights where a loop has either tiles with a mask or inner ones.
