@@ -85,8 +85,7 @@ class TraceRecord(ctypes.Structure):
 STAMPS = {
     "flash_fwd_sm90": (
         (
-            "  consumer.score_and_softmax(s, state, consumer.load_seen(seen_by_text), masked, "
-            "AT_NEW_MAX);\n",
+            "                    AT_NEW_MAX);\n",
             "  trace_begin(consumer.tile->m_begin, consumer.tile->head, consumer.tile->batch,\n"
             "              consumer.params.base.shape.heads_q);\n",
         ),
