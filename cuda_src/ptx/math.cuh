@@ -135,6 +135,17 @@ __device__ __forceinline__ float tanh_of_log2(float x) {
   return __fmaf_rn(-2.f, rcp_approx(1.f + exp2_approx(x)), 1.f);
 }
 
+// The smaller number, and NaN if either is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  } else {
+    return a < b || a != a ? a : b;
+  }
+}
+
 // Clamps x to [-limit, limit]. A NaN stays a NaN.
 __device__ __forceinline__ float clamp_nan(float x, float limit) {
   if constexpr (__CUDA_ARCH__ >= 800) {

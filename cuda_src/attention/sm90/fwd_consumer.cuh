@@ -152,7 +152,7 @@ struct FwdConsumer {
       if (masked) score.apply_seen(s, seen.scores);
       if (masked && !(HAS_MASK_TILES && is_inside())) score.apply_mask(s, at);
     };
-    score.apply(s, at, add_bias, masked, !at_old_max);
+    score.apply(s, at, add_bias, masked, at_old_max);
     apply_masks();
     const auto scores_read = [&] {
       // The loads of the bias must have returned before the arrival that gives its tile back. Here
