@@ -222,6 +222,26 @@ def check_nan_beside_tanh(folder: Path) -> None:
         assert out[:, 100:].isnan().all() and lse[..., 100:].isnan().all()
 
 
+def check_nan_beside_a_bound(folder: Path, backend: str) -> None:
+    """A NaN is no bound: the rows that read it are NaN, as NumPy and torch have it."""
+    if not comes(0, backend):
+        return
+    dtype = "float32" if backend == "fp16x3" else "bfloat16"
+    inputs = make_inputs("torch", dtype, batch=1, seqlen_q=70, seqlen_k=150, heads_q=2)
+    up, down, nan = torch.ones(70), torch.ones(70), [3, 50]
+    score = "max(-0.5, score * up(query)) + min(0.5, score * down(query))"
+    text = Text(score, "", tuple(Capture(x, "float32", 1) for x in ("up", "down")))
+    results = []
+    for number in (1.0, torch.nan):
+        up[nan[0]] = down[nan[1]] = number
+        with emulator.hopper(folder), environment.override(backend=backend):
+            found = run(Case(text, {"up": up, "down": down}), inputs)
+        results.append(torch.cat([found["out"].flatten(2)[0], found["lse"][0].T], 1))
+    seen = [x for x in range(70) if x not in nan]
+    assert torch.equal(results[0][seen], results[1][seen])
+    assert results[0].isfinite().all() and results[1][nan].isnan().all()
+
+
 def check_falling_scores(folder: Path, backend: str) -> None:
     """Dropout beside a score that falls where q k^T grows: that of -q, once more negated."""
     dtype = "float32" if backend in ("simt", "fp16x3") else "bfloat16"
@@ -325,6 +345,7 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_texts(Path(sys.argv[1]), sys.argv[2])
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
+    check_nan_beside_a_bound(Path(sys.argv[1]), sys.argv[2])
     check_falling_scores(Path(sys.argv[1]), sys.argv[2])
     check_gradients_beside_options(Path(sys.argv[1]), sys.argv[2])
     check_gradients_of_packed(Path(sys.argv[1]), sys.argv[2])
