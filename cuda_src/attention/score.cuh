@@ -21,6 +21,7 @@
 #include "mask.cuh"
 #include "softmax.cuh"
 #include "text/seen_scores.cuh"
+#include "text/tanh_of_four.cuh"
 
 // The options that are fixed when a kernel is compiled. T is the dtype of q.
 //
@@ -48,6 +49,10 @@ struct ScoreOptions {
 // The argument `masked` of a step over a tile of scores.
 constexpr bool UNMASKED = false;
 constexpr bool MASKED = true;
+
+// How a tanh of the score is computed: one by one, or four at a time (text/tanh_of_four.cuh). Then
+// a NaN makes others NaN, too, or counts as infinity.
+enum class Tanhs { ONE_BY_ONE, BY_FOURS_OR_NAN, BY_FOURS_WITHOUT_NAN };
 
 // The rows of a fragment are queries in S and keys in its transpose.
 enum class Rows { QUERIES, KEYS };
@@ -99,17 +104,22 @@ struct Score {
 
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
   // in shared memory, and where rows are queries the key mask beside it. `masked`: some rows or
-  // columns of the tile may be past the end, or hidden by the mask of a text. Without `with_alibi`
-  // the scores lack line().
+  // columns of the tile may be past the end, or hidden by the mask of a text. `at_old_max`: the
+  // scores lack line(), and a NaN may make others of its warp NaN, for update_at_old_max() finds
+  // it.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                         AddBiasTile add_bias_tile = {}, bool masked = MASKED,
-                                        bool with_alibi = true) const {
-    apply_softcap(s);
-    for_each_place<HAS_USER_SCORE>(s, at, masked, [&](float& x, int, int, auto query, auto key) {
-      x = text::user_score(text::Scaled(x, inner), at.batch, at.head, query, key, params);
-    });
-    apply_position_terms(s, at, add_bias_tile, masked, with_alibi);
+                                        bool at_old_max = false) const {
+    apply_softcap(s, at_old_max ? Tanhs::BY_FOURS_OR_NAN : Tanhs::ONE_BY_ONE);
+    if (HAS_USER_TANH && at_old_max) {
+      apply_tanh_of_text(s, at, masked);
+    } else {
+      for_each_place<HAS_USER_SCORE>(s, at, masked, [&](float& x, int, int, auto query, auto key) {
+        x = text::user_score(text::Scaled(x, inner), at.batch, at.head, query, key, params);
+      });
+    }
+    apply_position_terms(s, at, add_bias_tile, masked, !at_old_max);
   }
 
   // The term of ALiBi for queries and keys of which all keys lie on one side of the diagonal.
@@ -129,20 +139,10 @@ struct Score {
   template <bool WANTED, Rows ROWS, int N, class Function>
   __device__ __forceinline__ void for_each_place(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                                  bool masked, Function function) const {
-    if constexpr (WANTED) {
-      const int last_query = at.sequence.seqlen_q - 1, last_key = at.sequence.seqlen_k - 1;
-      const int last_row = ROWS == Rows::QUERIES ? last_query : last_key;
-      const int last_col = ROWS == Rows::QUERIES ? last_key : last_query;
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const text::Place row = place_of(at.row, i / 2 * 8, last_row, at.col, masked);
-          const text::Place col = place_of(at.col, n * 8 + i % 2, last_col, at.col, masked);
-          function(s[n][i], n, i, ROWS == Rows::QUERIES ? row : col,
-                   ROWS == Rows::QUERIES ? col : row);
-        }
-      }
+    for (int n = 0; n < N; ++n) {
+      for_each_place_of_octet<WANTED>(
+          at, n, masked, [&](int i, auto query, auto key) { function(s[n][i], n, i, query, key); });
     }
   }
 
@@ -171,10 +171,17 @@ struct Score {
   }
 
   template <int N>
-  __device__ __forceinline__ void apply_softcap(float (&s)[N][4]) const {
+  __device__ __forceinline__ void apply_softcap(float (&s)[N][4],
+                                                Tanhs tanhs = Tanhs::ONE_BY_ONE) const {
     if constexpr (Options::SOFTCAP) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
+        if (tanhs != Tanhs::ONE_BY_ONE) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[n][i] *= inner * (2.f * LOG2E);
+          text::tanh_of_four_log2(s[n], tanhs == Tanhs::BY_FOURS_OR_NAN);
+          continue;
+        }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float x = s[n][i] * inner;
@@ -224,6 +231,43 @@ struct Score {
   }
 
  private:
+  // Computes the scores of a text with one tanh. A NaN makes others NaN.
+  template <Rows ROWS, int N>
+  __device__ __forceinline__ void apply_tanh_of_text(float (&s)[N][4], const ScorePlace<ROWS>& at,
+                                                     bool masked) const {
+    constexpr bool keeps_nan = true;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float bounded[4];
+      for_each_place_of_octet<HAS_USER_TANH>(at, n, masked, [&](int i, auto query, auto key) {
+        const text::Scaled x(s[n][i], inner);
+        bounded[i] = text::tanh_argument(x, at.batch, at.head, query, key, params) * (2.f * LOG2E);
+      });
+      text::tanh_of_four_log2(bounded, keeps_nan);
+      for_each_place_of_octet<HAS_USER_TANH>(at, n, masked, [&](int i, auto query, auto key) {
+        const text::Scaled x(s[n][i], inner);
+        s[n][i] = text::score_of_tanh(x, bounded[i], at.batch, at.head, query, key, params);
+      });
+    }
+  }
+
+  // The part of for_each_place() for eight columns.
+  template <bool WANTED, Rows ROWS, class Function>
+  __device__ __forceinline__ void for_each_place_of_octet(const ScorePlace<ROWS>& at, int n,
+                                                          bool masked, Function function) const {
+    if constexpr (WANTED) {
+      const int last_query = at.sequence.seqlen_q - 1, last_key = at.sequence.seqlen_k - 1;
+      const int last_row = ROWS == Rows::QUERIES ? last_query : last_key;
+      const int last_col = ROWS == Rows::QUERIES ? last_key : last_query;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const text::Place row = place_of(at.row, i / 2 * 8, last_row, at.col, masked);
+        const text::Place col = place_of(at.col, n * 8 + i % 2, last_col, at.col, masked);
+        function(i, ROWS == Rows::QUERIES ? row : col, ROWS == Rows::QUERIES ? col : row);
+      }
+    }
+  }
+
   __device__ static text::Place place_of(int first, int step, int last, int column, bool masked) {
     const int at = min(first + step, last);
     return masked ? text::Place{at, 0, float(at - column)}

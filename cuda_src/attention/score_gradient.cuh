@@ -19,8 +19,9 @@ template <class Options, class Params, Rows ROWS, int N, class AddBiasTile = NoB
 __device__ __forceinline__ void apply_score(float (&s)[N][4], float (&slope)[N][4],
                                             const Score<Options, Params>& score,
                                             const ScorePlace<ROWS>& at,
-                                            AddBiasTile add_bias_tile = {}, bool masked = MASKED) {
-  score.apply_softcap(s);
+                                            AddBiasTile add_bias_tile = {}, bool masked = MASKED,
+                                            Tanhs tanhs = Tanhs::ONE_BY_ONE) {
+  score.apply_softcap(s, tanhs);
   if constexpr (Options::SOFTCAP) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {

@@ -33,6 +33,12 @@ constexpr bool HAS_MASK_TILES = false;
 struct MaskTiles {};
 #endif
 constexpr bool HAS_USER_SCORE = USER_SCORE;
+// Whether the score is score_of_tanh() of tanh(tanh_argument()), and NaN where that is.
+#ifdef USER_TANH
+constexpr bool HAS_USER_TANH = true;
+#else
+constexpr bool HAS_USER_TANH = false;
+#endif
 constexpr bool HAS_USER_MASK = USER_MASK;
 #ifdef USER_DROPOUT
 constexpr bool HAS_USER_DROPOUT = true;
@@ -52,6 +58,14 @@ namespace text {
 #if !USER_SCORE
 template <class N>
 __device__ N user_score(N score, int batch, int head, int query, int key, const Captures& captures);
+#endif
+#ifndef USER_TANH
+template <class N>
+__device__ N tanh_argument(N score, int batch, int head, int query, int key,
+                           const Captures& captures);
+template <class N, class Tanh>
+__device__ N score_of_tanh(N score, Tanh bounded, int batch, int head, int query, int key,
+                           const Captures& captures);
 #endif
 #if !USER_MASK
 __device__ bool user_mask(int batch, int head, int query, int key, const Captures& captures);

@@ -135,16 +135,29 @@ __device__ __forceinline__ float tanh_of_log2(float x) {
   return __fmaf_rn(-2.f, rcp_approx(1.f + exp2_approx(x)), 1.f);
 }
 
-// Clamps x to [-limit, limit]. A NaN stays a NaN.
-__device__ __forceinline__ float clamp_nan(float x, float limit) {
+// The smaller and the larger number, and NaN if either is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(-limit));
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
   } else {
-    return x > limit ? limit : x < -limit ? -limit : x;
+    return !(a >= b) && b == b ? a : b;
   }
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  } else {
+    return !(a <= b) && b == b ? a : b;
+  }
+}
+
+// Clamps x to [-limit, limit]. A NaN stays a NaN.
+__device__ __forceinline__ float clamp_nan(float x, float limit) {
+  return max_nan(min_nan(x, limit), -limit);
 }
 
 // Rounds two floats to 16 bits and packs them into one register, `lo` in the low half.

@@ -13,7 +13,7 @@ import emulator
 import torch
 from score_texts import Capture, Case, Text, cases, temperature
 
-from cupyflash import Score, environment
+from cupyflash import Score, attention, environment
 from cupyflash.ops.attention.checks import check
 from cupyflash.ops.attention.options import NO_EXTRAS, Options
 from cupyflash.ops.attention.planning import backward_plan, forward_plan
@@ -163,8 +163,9 @@ def check_texts(folder: Path, backend: str) -> None:
         if backend == "sm90":
             if not case.score:
                 continue
-            if name in ("alibi", "table"):  # as a call generates it
-                case = case._replace(text=Score(case.text.score, **case.arrays).alone)
+            if name in ("alibi", "softcap", "table"):  # as a call generates it
+                text = case.text.score.replace("divide(score, cap())", "score / cap()")
+                case = case._replace(text=Score(text, **case.arrays).alone)
         case = learning(case) if case.score else case
         check_case(folder, name, case, inputs, backend, **options)
 
@@ -202,6 +203,43 @@ def check_beside_options(folder: Path, backend: str) -> None:
     if backend == "sm90":  # so few queries that blocks share their keys
         inputs = make_inputs("torch", dtype, batch=1, seqlen_q=60, seqlen_k=1200, heads_q=1)
         check("softcap", inputs, {}, {}, right, kernel="flash_fwd_combine_sm90")
+
+
+def check_nan_beside_tanh(folder: Path) -> None:
+    """A key of NaN changes the rows that see it, and no others, where scores share a reciprocal."""
+    shape = {"batch": 1, "seqlen_q": 150, "seqlen_k": 430, "heads_q": 2}
+    inputs, sees = make_inputs("torch", "bfloat16", **shape), torch.ones((1, 1, 150, 430)).bool()
+    sees[..., :100, 70] = sees[..., 201] = False
+    above = {x: getattr(inputs, x)[:, :100] for x in ("q", "dout")}
+    right = reference(dataclasses.replace(inputs, **above), softcap=5.0, bias=sees[..., :100, :])
+    k = inputs.k.clone()
+    k[:, 70], k[:, 201] = torch.nan, torch.inf
+    for option in ({"softcap": 5.0}, {"score": Score("5.0 * tanh(score / 5.0)")}):
+        with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+            out, lse = attention(inputs.q, k, inputs.v, bias=sees, return_lse=True, **option)
+        print(f"a NaN beside {option}: {', '.join(launched)}")
+        right.check(out=out[:, :100], lse=lse[..., :100])
+        assert out[:, 100:].isnan().all() and lse[..., 100:].isnan().all()
+
+
+def check_nan_beside_a_bound(folder: Path, backend: str) -> None:
+    """A NaN is no bound: the rows that read it are NaN, as NumPy and torch have it."""
+    if not comes(0, backend):
+        return
+    dtype = "float32" if backend == "fp16x3" else "bfloat16"
+    inputs = make_inputs("torch", dtype, batch=1, seqlen_q=70, seqlen_k=150, heads_q=2)
+    up, down, nan = torch.ones(70), torch.ones(70), [3, 50]
+    score = "max(-0.5, score * up(query)) + min(0.5, score * down(query))"
+    text = Text(score, "", tuple(Capture(x, "float32", 1) for x in ("up", "down")))
+    results = []
+    for number in (1.0, torch.nan):
+        up[nan[0]] = down[nan[1]] = number
+        with emulator.hopper(folder), environment.override(backend=backend):
+            found = run(Case(text, {"up": up, "down": down}), inputs)
+        results.append(torch.cat([found["out"].flatten(2)[0], found["lse"][0].T], 1))
+    seen = [x for x in range(70) if x not in nan]
+    assert torch.equal(results[0][seen], results[1][seen])
+    assert results[0].isfinite().all() and results[1][nan].isnan().all()
 
 
 def check_falling_scores(folder: Path, backend: str) -> None:
@@ -307,8 +345,11 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
     check_texts(Path(sys.argv[1]), sys.argv[2])
     check_beside_options(Path(sys.argv[1]), sys.argv[2])
+    check_nan_beside_a_bound(Path(sys.argv[1]), sys.argv[2])
     check_falling_scores(Path(sys.argv[1]), sys.argv[2])
     check_gradients_beside_options(Path(sys.argv[1]), sys.argv[2])
     check_gradients_of_packed(Path(sys.argv[1]), sys.argv[2])
+    if sys.argv[2] == "sm90":
+        check_nan_beside_tanh(Path(sys.argv[1]))
     if sys.argv[2] in ("sm90", "fp16x3"):  # which add to the gradients by other kernels
         check_gradients(Path(sys.argv[1]), sys.argv[2])

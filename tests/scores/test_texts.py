@@ -501,6 +501,30 @@ def test_distances_become_floats_once_a_row(text, wanted):
     assert f"  return N({wanted});" in Text(text, "", captures).header("fwd").splitlines()
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("n * tanh(score / n)", ("divide(score, captures.n())", "captures.n() * bounded")),
+        ("t = tanh(score + 1); t * t - score", ("score + 1.0f", "bounded * bounded - score")),
+        (
+            "where(query < key, score, -tanh(score) / 2)",
+            ("score", "where(query < key, score, divide(-bounded, 2.0f))"),
+        ),
+        ("where(tanh(score) > 0, score, 1)", None),  # a NaN of the tanh gives 1
+        ("max(tanh(score), 0)", None),
+        ("tanh(score) + tanh(score / 2)", None),
+        ("score + tanh(0.1 * key)", None),
+    ],
+)
+def test_tanh_is_a_function_of_its_own(text, parts):
+    """The only one of a score, and where a NaN of it reaches the score."""
+    captures = (Capture("n", "float", 0),) if "n)" in text else ()
+    lines = Text(text, "", captures).header("fwd").splitlines()
+    found = [lines[i + 1] for i, x in enumerate(lines) if x.endswith(('argument"', 'of_tanh"'))]
+    assert found == [f"  return N({x});" for x in parts or ()]
+    assert ("#define USER_TANH" in lines) == bool(parts)
+
+
 MOVED = (
     "gap = query - key; score + gap * gap + 100.0 * head + 7 * batch + (key - query) / 3 + key % 5 + "
     "query * 0.5 + where(query > key, table(head % 3, key % 4), float(batch))"

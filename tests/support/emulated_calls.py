@@ -58,6 +58,9 @@ def cases():
     options = {"alibi_slopes": torch.tensor([0.7, 0.02])}
     yield "ALiBi, from the diagonal on", inputs, options
 
+    inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=2, head_dim=128)
+    yield "softcap", inputs, {"softcap": 3.0}
+
 
 def check_cases(folder):
     for number, (name, inputs, options) in enumerate(cases()):

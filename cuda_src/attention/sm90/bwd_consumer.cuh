@@ -93,7 +93,7 @@ struct BwdConsumer {
       add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
                                                         key_row % 64, bias_scale);
     };
-    apply_score(s, slope, score, at, add_bias, masked);
+    apply_score(s, slope, score, at, add_bias, masked, Tanhs::BY_FOURS_WITHOUT_NAN);
     if (masked) {
       score.apply_seen(s, seen);
       if (!HAS_MASK_TILES || uniform(tile.m_range.needs_mask(m_begin / BLOCK_M)))

@@ -81,7 +81,8 @@ struct BwdWideConsumer {
     const ScorePlace<Rows::QUERIES> place = {
         tile.sequence, tile.batch, at.head, alibi_slope, params.base.dropout_seed, query, key};
     if constexpr (HAS_MASK_TILES) {
-      apply_score(s, slope, score, place, NoBiasTile(), uniform(tile.needs_mask(at.m)));
+      apply_score(s, slope, score, place, NoBiasTile(), uniform(tile.needs_mask(at.m)),
+                  Tanhs::BY_FOURS_WITHOUT_NAN);
       if (!uniform(tile.row.is_full(at.m))) {
         SeenScores<L::KEYS / 8> seen;
         seen.template load<false>(params.base, tile, at.m, row / 16 * L::GROUPS + group,
@@ -89,7 +90,7 @@ struct BwdWideConsumer {
         score.apply_seen(s, seen);
       }
     } else {
-      apply_score(s, slope, score, place);
+      apply_score(s, slope, score, place, NoBiasTile(), MASKED, Tanhs::BY_FOURS_WITHOUT_NAN);
     }
     if (uniform(tile.m_range.needs_mask(at.m))) score.apply_mask(s, place);
     const float* lse_log2 = &shared.lse_log2[at.ring.stage][row];

@@ -56,7 +56,7 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
     if (masked) score.apply_seen(s, seen.scores);
     if (masked && !(HAS_MASK_TILES && consumer.is_inside())) score.apply_mask(s, at);
   };
-  score.apply(s, at, add_bias, masked, !at_old_max);
+  score.apply(s, at, add_bias, masked, at_old_max);
   apply_masks();
   const auto scores_read = [&] {
     // The loads of the bias must have returned before the arrival that gives its tile back. Here
@@ -108,7 +108,7 @@ __device__ __forceinline__ void weigh_any(C& consumer, typename C::Scores& s, Ro
   if (!at_old_max) keys.release(consumer.kv_ring.stage);
   bool is_done = false;
   if (at_old_max) {
-    score.apply(s, at, NoBiasTile(), UNMASKED, !at_old_max);
+    score.apply(s, at, NoBiasTile(), UNMASKED, at_old_max);
     if (masked) score.apply_seen(s, seen);
     const auto line = score.line(at);
     is_done = state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, NoOrder(), line);

@@ -180,14 +180,27 @@ template <class A, class B>
 __device__ __forceinline__ Either<A, B> where(bool condition, A a, B b) {
   return condition ? Either<A, B>(a) : Either<A, B>(b);
 }
-// Equal numbers give the second one; NaN as the first one stays NaN.
+// Either one as NaN gives NaN. Equal numbers have the derivative of the second one.
+using ::max_nan;
+using ::min_nan;
+__device__ __forceinline__ Dual max_nan(Dual a, Dual b) {
+  return {max_nan(a.value, b.value), a.value > b.value ? a.slope : b.slope};
+}
+__device__ __forceinline__ Dual min_nan(Dual a, Dual b) {
+  return {min_nan(a.value, b.value), a.value < b.value ? a.slope : b.slope};
+}
+__device__ __forceinline__ int max_nan(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ int min_nan(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ int64_t max_nan(int64_t a, int64_t b) { return a > b ? a : b; }
+__device__ __forceinline__ int64_t min_nan(int64_t a, int64_t b) { return a < b ? a : b; }
+
 template <class A, class B>
 __device__ __forceinline__ Either<A, B> max(A a, B b) {
-  return where(!(a <= b), a, b);
+  return max_nan(Either<A, B>(a), Either<A, B>(b));
 }
 template <class A, class B>
 __device__ __forceinline__ Either<A, B> min(A a, B b) {
-  return where(!(a >= b), a, b);
+  return min_nan(Either<A, B>(a), Either<A, B>(b));
 }
 template <class N, class Low, class High>
 __device__ __forceinline__ auto clamp(N x, Low low, High high) {

@@ -212,6 +212,8 @@ inline float tanh_of_log2(float x) { return fmaf(-2.f, rcp_approx(1.f + exp2_app
 inline float tanh_exp2(float x) {
   return 1.f - 2.f * rcp_approx(1.f + exp2_approx(2.f * LOG2E * x));
 }
+inline float min_nan(float a, float b) { return emulator::min_nan(a, b); }
+inline float max_nan(float a, float b) { return emulator::max_nan(a, b); }
 inline float clamp_nan(float x, float limit) {
   return emulator::max_nan(emulator::min_nan(x, limit), -limit);
 }

@@ -60,6 +60,8 @@ def _parsed(text: str, captures: tuple[Capture, ...], mask: bool) -> "Node":
 
 @functools.lru_cache(maxsize=1024)
 def _header(text: Text, pass_: str) -> str:
+    from .tanh import taken_out
+
     if pass_ not in ("fwd", "bwd"):
         raise ValueError(f"header: the pass must be 'fwd' or 'bwd', got {pass_!r}")
     fields, size = [], 0
@@ -69,9 +71,12 @@ def _header(text: Text, pass_: str) -> str:
         fields.append(f"  {kind} {x.name};")
     if size % RECORD:
         fields.append(f"  uint8_t padding[{RECORD - size % RECORD}];")
+    tree = text.score_tree
+    tanh = None if tree is None else taken_out(tree)
     lines = [
         f"#define USER_SCORE {str(bool(text.score)).lower()}",
         f"#define USER_MASK {str(bool(text.mask)).lower()}",
+        *["#define USER_TANH"] * (tanh is not None),
         *["#define USER_DROPOUT"] * text.drops,
         '#include "attention/text.cuh"',
         "struct Captures {",
@@ -79,10 +84,14 @@ def _header(text: Text, pass_: str) -> str:
         "};",
         "namespace text {",
     ]
-    if text.score_tree is not None:
-        lines += _function(text.score_tree, "score", text.score)
+    if tree is not None:
+        lines += _function(tree, "user_score", "N", {"score": "N"}, text.score)
+    if tanh is not None:
+        numbers = {"score": "N", "bounded": "Tanh"}
+        lines += _function(tanh[0], "tanh_argument", "N", {"score": "N"}, text.score)
+        lines += _function(tanh[1], "score_of_tanh", "N", numbers, text.score)
     if text.mask_tree is not None:
-        lines += _function(text.mask_tree, "mask", text.mask)
+        lines += _function(text.mask_tree, "user_mask", "bool", {}, text.mask)
     if text.drops:
         lines += _first_weight()
     return "\n".join([*lines, "}  // namespace text", ""])
@@ -100,20 +109,23 @@ def _first_weight() -> list[str]:
     ]
 
 
-def _function(tree: "Node", name: str, text: str) -> list[str]:
+def _function(
+    tree: "Node", name: str, returns: str, numbers: dict[str, str], text: str
+) -> list[str]:
+    """A function of the kernels; ``numbers`` are the types of its first arguments."""
     from .write import to_cpp
 
     parts, result = to_cpp(tree)
-    of_score = name == "score"
-    head = f"template <{'class N, ' * of_score}class Place>\n__device__ __forceinline__ "
-    head += "N" if of_score else "bool"
-    arguments = "N score, " * of_score + "int batch, int head, Place query, Place key, "
+    short = name.removeprefix("user_")
+    types = ", ".join(f"class {x}" for x in (*numbers.values(), "Place"))
+    first = "".join(f"{kind} {x}, " for x, kind in numbers.items())
     return [
-        *(f"// {line}" for line in f"{name}: {text}".splitlines()),
-        f"{head} user_{name}({arguments}const Captures& captures) {{",
+        *(f"// {line}" for line in f"{short}: {text}".splitlines()),
+        f"template <{types}>\n__device__ __forceinline__ {returns} {name}({first}int batch, "
+        "int head, Place query, Place key, const Captures& captures) {",
         *(f"  const auto {part} = {value};" for part, value in parts),
-        f'#line 1 "{name}"',
-        f"  return N({result});" if of_score else f"  return {result};",
+        f'#line 1 "{short}"',
+        f"  return N({result});" if returns == "N" else f"  return {result};",
         '#line 1 "stub.cu"',
         "}",
     ]
