@@ -22,6 +22,21 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 BFLOAT16_EXPONENT = 0x7F80  # its bits are all set in infinities and NaN
 MOST_LAYERS = 10000  # of which each has names of its own; published models have some hundreds
 MOST = 2**31 - 1  # of any other size
+# The fields of config.json that change no logits, of any model.
+HARMLESS = {
+    "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "id2label",
+    "initializer_range", "is_decoder", "label2id", "model_type", "pad_token_id", "problem_type",
+    "return_dict", "sep_token_id", "task_specific_params", "tokenizer_class", "torchscript",
+    "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
+    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+    "finetuning_task", "prefix", "tf_legacy_loss", "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
 
 
 class Tensor(NamedTuple):
@@ -67,6 +82,22 @@ def read_json(function: str, path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{function}: {path} must be JSON, got {error}") from None
+
+
+def refuse_unknown(function: str, given: dict[str, Any], place: Any, known: set[str]) -> None:
+    """Raise NotImplementedError for a field that may change the result, as nobody knows it.
+
+    One that says nothing is let through: false, null, 0 or empty.
+
+    Args:
+        place: the file of the fields.
+    """
+    for name, value in given.items():
+        if value and name not in known:
+            fact = f"{name} in {place} is not known and may change the result; allowed is "
+            raise NotImplementedError(
+                f"{function}: {fact}to remove it if it does not, got {value!r}"
+            )
 
 
 def require_count(function: str, name: str, value: Any, most: int = MOST) -> int:
@@ -200,6 +231,21 @@ class Checkpoint:
         if dtype == "BF16":
             # NumPy, and so safetensors, knows it from the import on.
             numpy_dtype("bfloat16", function)
+
+    def refuse_others(self, tensors: Iterable[Tensor], unused: tuple[str, ...]) -> None:
+        """Raise ValueError for a tensor that the model lacks: its result would be another.
+
+        Args:
+            tensors: those that it has.
+            unused: ends of the names of tensors that older checkpoints have for nothing.
+        """
+        known = {self.full_name(x.name) for x in tensors}
+        others = sorted(x for x in self.places if x not in known and not x.endswith(unused))
+        if others:
+            fact = f"the checkpoint {self.folder} must have no tensor that the model lacks"
+            raise ValueError(
+                f"{self.function}: {fact}, got {', '.join(others[:3])} and {len(others)} in all"
+            )
 
     def read(self, tensor: Tensor) -> numpy.ndarray:
         """The values as they are in the file."""

@@ -43,9 +43,10 @@ def unpad_input(
     """
     shape = tuple(hidden_states.shape)
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if mask is not None and tuple(mask.shape) != shape[:2]:
+        got = () if mask is None else tuple(mask.shape)
+        if got != shape[:2] and (mask is not None or name == "attention_mask"):
             fact = f"{name} must be (batch, seqlen) = {shape[:2]}"
-            raise ValueError(f"unpad_input: {fact}, got {tuple(mask.shape)}")
+            raise ValueError(f"unpad_input: {fact}, got {got or mask}")
     with array_operations(hidden_states):
         used = attention_mask != 0
         there = used if unused_mask is None else used | (unused_mask != 0)
@@ -67,7 +68,11 @@ def pad_input(hidden_states: ArrayT, indices: Array, batch: int, seqlen: int) ->
 
     Raises:
         IndexError: an index that does not exist.
+        ValueError: another number of indices than of tokens.
     """
+    rows, given = tuple(hidden_states.shape[:1]), tuple(indices.shape)
+    if given != rows:  # one token would go to all of the places
+        raise ValueError(f"pad_input: indices must be (total,) = {rows}, got {given}")
     shape = (batch * seqlen, *hidden_states.shape[1:])
     with array_operations(hidden_states):
         if hasattr(hidden_states, "new_zeros"):

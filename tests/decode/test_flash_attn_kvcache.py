@@ -363,8 +363,11 @@ def test_padding(target):
     numpy.testing.assert_array_equal(
         to_numpy64(cupyflash.index_first_axis(flat, indices)), to_numpy64(rows)
     )
-    with pytest.raises(ValueError, match="^unpad_input: attention_mask must be"):
-        cupyflash.unpad_input(x, mask[:2])
+    for wrong in (mask[:2], None):
+        with pytest.raises(ValueError, match="^unpad_input: attention_mask must be"):
+            cupyflash.unpad_input(x, wrong)
+    with pytest.raises(ValueError, match=r"^pad_input: indices must be \(total,\) = \(1,\), got"):
+        cupyflash.pad_input(rows[:1], indices, 3, 4)  # not to all of these places
 
 
 @each_library(library="torch")

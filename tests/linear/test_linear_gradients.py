@@ -321,11 +321,12 @@ def test_autocast_between_dtypes_of_16_bits(target, compiled):
     make = lambda shape, seed: stored(target, normal(shape, seed), "float16")
     x, weight = make((2, 5, 16), 0), make((24, 16), 1).requires_grad_()
     scale, bias = (make(16, seed).requires_grad_() for seed in (2, 3))
-    cos, sin = make((8, 2), 4), make((8, 2), 5)
+    cos, sin, residual = make((8, 2), 4), make((8, 2), 5), make((2, 5, 24), 6)
 
     def ours(norm, rotary):
         out = cupyflash.qkv_projection(x, weight, heads_q=2, heads_kv=2, norm=norm, rotary=rotary)
-        return torch.cat(out, -2)
+        added = cupyflash.linear(x, weight, residual=residual, norm=norm)
+        return torch.cat([*(y.flatten(2) for y in out), (added - residual).bfloat16()], -1)
 
     function = torch.compile(ours, backend="aot_eager") if compiled else ours
     with torch.autocast(target.device, torch.bfloat16):

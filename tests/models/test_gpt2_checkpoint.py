@@ -111,11 +111,32 @@ def test_bfloat16_in_the_file(dtype, state, tmp_path):
         (NotImplementedError, "scale_attn_weights .*True", {"scale_attn_weights": False}),
         (ValueError, r"wte.weight .*\(400, 64\), got \(300, 64\)", {"vocab_size": 400}),
         (ValueError, r"must have transformer.h.2.ln_1.weight, found none", {"n_layer": 3}),
+        (ValueError, r"no tensor that the model lacks, got transformer.h.1.*12 in", {"n_layer": 1}),
+        (ValueError, "must have lm_head.weight, found none", {"tie_word_embeddings": False}),
+        (NotImplementedError, "rotary_dim .* not known and may change the", {"rotary_dim": 16}),
     ],
 )
 def test_config_that_does_not_fit(error, match, changes, tmp_path):
     with pytest.raises(error, match=f"^Gpt2(Config)?: .*{match}"):
         load(write(tmp_path, **changes))
+
+
+def test_what_changes_no_logits(folder, tmp_path):
+    """Fields and buffers of the files of the hub, older ones with the mask, are no obstacle."""
+    tokens = prompts(7)
+    right = load(folder).logits(tokens)
+    buffers = {
+        "transformer.h.0.attn.bias": numpy.ones((1, 1, 128, 128), "uint8"),
+        "transformer.h.0.attn.masked_bias": numpy.float32(-1e4).reshape(1),
+    }
+    fields = {
+        "n_ctx": 128,
+        "summary_type": "cls_index",
+        "attn_pdrop": 0.1,
+        "transformers_version": "4.31.0",
+    }
+    old = load(write(tmp_path, tensors() | buffers, **fields))
+    assert all(map(numpy.array_equal, old.logits(tokens), right))
 
 
 def test_missing_files(folder):

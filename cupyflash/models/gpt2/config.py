@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import (
+    HARMLESS,
     MOST,
     MOST_LAYERS,
     checkpoint_folder,
     read_json,
+    refuse_unknown,
     require_count,
     require_eps,
     require_tokens,
@@ -22,6 +24,18 @@ FIXED = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
+# The fields that are read.
+READ = {
+    "activation_function", "eos_token_id", "layer_norm_epsilon", "n_embd", "n_head", "n_inner",
+    "n_layer", "n_positions", "tie_word_embeddings", "vocab_size",
+}  # fmt: skip
+# The fields of this model that change no logits: of training, of other heads, and of old files.
+HARMLESS_HERE = HARMLESS | {
+    "_num_labels", "attn_pdrop", "dtype", "embd_pdrop", "gradient_checkpointing", "n_ctx",
+    "n_special", "output_past", "predict_special_tokens", "reorder_and_upcast_attn", "resid_pdrop",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "torch_dtype",
+}  # fmt: skip
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")  # two names of one function
 
 
@@ -34,6 +48,7 @@ class Gpt2Config:
         inner: width of the hidden layer of the MLP.
         eps: of the norms.
         end_of_text: the token that ends a text, or several of them; None if there is none.
+        tied: whether the head is the embedding of tokens in a checkpoint that has no other one.
     """
 
     layers: int
@@ -44,6 +59,7 @@ class Gpt2Config:
     inner: int = 0
     eps: float = 1e-5
     end_of_text: int | tuple[int, ...] | None = None
+    tied: bool = True
 
     def __post_init__(self) -> None:
         if not self.inner and isinstance(self.width, int):
@@ -96,7 +112,8 @@ class Gpt2Config:
         Raises:
             FileNotFoundError: there is none, or no such folder.
             ValueError: it is no JSON, or not of a GPT-2, or a number is missing or wrong.
-            NotImplementedError: an option of transformers that this model does not have.
+            NotImplementedError: an option of transformers that this model does not have, or a field
+            that is not known.
         """
         path = checkpoint_folder(FUNCTION, folder) / "config.json"
         fields = read_json(FUNCTION, path)
@@ -111,6 +128,7 @@ class Gpt2Config:
             if fields.get(name, value) is not value:
                 fact = f"{name} in {path} must be {value}"
                 raise NotImplementedError(f"Gpt2: {fact}, got {fields[name]!r}")
+        refuse_unknown("Gpt2", fields, path, FIXED.keys() | READ | HARMLESS_HERE)
         activation = fields.get("activation_function", ACTIVATIONS[0])
         if activation not in ACTIVATIONS:
             fact = f"activation_function in {path} must be {' or '.join(ACTIVATIONS)}"
@@ -128,6 +146,7 @@ class Gpt2Config:
                 inner=fields.get("n_inner") or 0,
                 eps=fields.get("layer_norm_epsilon", 1e-5),
                 end_of_text=end,
+                tied=bool(fields.get("tie_word_embeddings", True)),
             )
         except KeyError as error:
             raise ValueError(f"Gpt2: {path} must have {error}, found none") from None

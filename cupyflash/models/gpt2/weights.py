@@ -16,6 +16,7 @@ from ..place import numpy_dtype
 from .config import FUNCTION, Gpt2Config
 
 PREFIX = "transformer."
+UNUSED = (".attn.bias", ".attn.masked_bias")  # the causal mask
 STD = 0.02  # standard deviation of random matrices
 
 
@@ -82,15 +83,16 @@ def load_weights(
     Raises:
         FileNotFoundError: no ``model.safetensors``.
         ImportError: no safetensors; no ml_dtypes for bfloat16, asked for or in the file.
-        ValueError: a damaged file; a tensor that is missing, of another shape, or with a number
-            that is not finite, or not in ``dtype``.
+        ValueError: a damaged file; a tensor that is missing, of another shape, too much, or with a
+            number that is not finite, or not in ``dtype``.
     """
     checkpoint = Checkpoint(FUNCTION, Path(folder), PREFIX)
     tensors = all_tensors(config)
     head = Tensor("lm_head.weight", (config.vocabulary, config.width))
-    has_head = head.name in checkpoint
+    has_head = head.name in checkpoint or not config.tied
     for tensor in [*tensors, head] if has_head else tensors:
         checkpoint.check(tensor)
+    checkpoint.refuse_others([*tensors, head], UNUSED)
     loaded = {}
     for tensor in progress(tensors, f"loading {folder}"):
         loaded[tensor.name] = put(checkpoint.load(tensor, dtype))

@@ -1,32 +1,22 @@
-"""The fields of config.json: which model they describe, and which of them it must not have.
-
-A field that is not known may change the result, so it is an error unless it says nothing: false,
-null, 0 or empty.
-"""
+"""The fields of config.json: which model they describe, and which of them it must not have."""
 
 from typing import Any, NamedTuple
 
-from ..checkpoint import MOST, MOST_LAYERS, require_count, require_eps, require_tokens
+from ..checkpoint import (
+    HARMLESS,
+    MOST,
+    MOST_LAYERS,
+    refuse_unknown,
+    require_count,
+    require_eps,
+    require_tokens,
+)
 from ..place import DTYPES
 from .rope import Rope
 
 FUNCTION = "Llama"
-# The fields that change no logits.
-HARMLESS = {
-    "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
-    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "id2label",
-    "initializer_range", "is_decoder", "is_llama_config", "label2id", "max_window_layers",
-    "model_type", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-    "sep_token_id", "task_specific_params", "tokenizer_class", "torchscript",
-    "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
-    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample",
-    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
-    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
-    "output_scores", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
-    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
-    "finetuning_task", "prefix", "tf_legacy_loss", "unsloth_fixed", "unsloth_version",
-}  # fmt: skip
+# The fields of these models that change no logits.
+HARMLESS_HERE = HARMLESS | {"is_llama_config", "max_window_layers", "pretraining_tp"}
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor",
         "original_max_position_embeddings")  # fmt: skip
 
@@ -103,15 +93,6 @@ class Fields:
         value = self.get(name, [])
         return require_tokens(FUNCTION, f"{name} in {self.place}", value)
 
-    def refuse_others(self) -> None:
-        """Raise NotImplementedError if a field that nobody has read says something."""
-        for name, value in self.given.items():
-            if value and name not in self.read and name not in HARMLESS:
-                fact = f"{name} in {self.place} is not known and may change the result; allowed is "
-                raise NotImplementedError(
-                    f"{FUNCTION}: {fact}to remove it if it does not, got {value!r}"
-                )
-
 
 def read(given: Any, place: str) -> dict[str, Any]:
     """The arguments of `LlamaConfig` from the fields of config.json.
@@ -159,7 +140,7 @@ def read(given: Any, place: str) -> dict[str, Any]:
     if arguments["dtype"] not in DTYPES:
         fact = f"dtype in {place} must be {', '.join(DTYPES)}"
         raise ValueError(f"{FUNCTION}: {fact}, got {arguments['dtype']!r}")
-    fields.refuse_others()
+    refuse_unknown(FUNCTION, fields.given, place, fields.read | HARMLESS_HERE)
     return arguments
 
 

@@ -16,7 +16,7 @@ from .config import FUNCTION, LlamaConfig
 
 PREFIX = "model."
 EMBEDDING, FINAL_NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
-UNUSED = ".rotary_emb.inv_freq"  # older checkpoints hold these frequencies, which config.json gives
+UNUSED = (".rotary_emb.inv_freq",)  # these frequencies follow from config.json
 STD = 0.02  # standard deviation of random matrices
 # Random weights repeat after so many; a prime, so that no two rows of a matrix are equal.
 PERIOD = 4194301
@@ -140,7 +140,8 @@ def load_weights(folder: str | Path, config: LlamaConfig, place: Place) -> Weigh
     tensors = all_tensors(config)
     for tensor in tensors:
         checkpoint.check(tensor)
-    _refuse_others(checkpoint, {checkpoint.full_name(x.name) for x in tensors}, config.tied)
+    head = Tensor(HEAD, (config.vocab_size, config.width))
+    checkpoint.refuse_others([*tensors, head], UNUSED)
     if config.tied and HEAD in checkpoint:
         _require_tied(checkpoint, config)
 
@@ -149,17 +150,6 @@ def load_weights(folder: str | Path, config: LlamaConfig, place: Place) -> Weigh
         return place.put(values[0] if len(values) == 1 else numpy.concatenate(values))
 
     return assemble(config, place, get, f"loading {folder}")
-
-
-def _refuse_others(checkpoint: Checkpoint, known: set[str], tied: bool) -> None:
-    """Raise ValueError for a tensor that this model does not have: its result would be another."""
-    known = known | ({HEAD} if tied else set())
-    others = sorted(x for x in checkpoint.places if x not in known and not x.endswith(UNUSED))
-    if others:
-        fact = f"the checkpoint {checkpoint.folder} must have no tensor that the model lacks"
-        raise ValueError(
-            f"{FUNCTION}: {fact}, got {', '.join(others[:3])} and {len(others)} in all"
-        )
 
 
 def _require_tied(checkpoint: Checkpoint, config: LlamaConfig) -> None:

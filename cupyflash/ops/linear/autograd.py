@@ -86,6 +86,10 @@ def _autocast(
     norm_in_float32 = x.dtype == torch.float32 != dtype and arrays.norm_weight is not None
     if norm_in_float32:
         arrays = _cast(arrays, torch.float32, "norm_weight", "norm_bias")
+    for name in ("norm_weight", "norm_bias", "cos", "sin"):
+        y = getattr(arrays, name)
+        if isinstance(y, Tensor) and y.dtype != dtype:
+            arrays = _cast(arrays, torch.float32, name)  # nothing is lost
     if not isinstance(late, Tensor) or late.dtype not in DTYPES or late.dtype == dtype:
         late = None
     if not traced and (norm_in_float32 or late is not None):
@@ -96,10 +100,6 @@ def _autocast(
     if norm_in_float32:
         arrays = _normalised(arrays, options)
     arrays = _cast(arrays, dtype, "x")
-    for name in ("norm_weight", "norm_bias", "cos", "sin"):
-        y = getattr(arrays, name)
-        if isinstance(y, Tensor) and y.dtype != dtype:
-            arrays = _cast(arrays, torch.float32, name)  # nothing is lost
     return (arrays if late is None else arrays._replace(residual=None)), late
 
 

@@ -1,5 +1,6 @@
 """`Recorder`: writes down operations on stand-ins, by their names in Python, torch and NumPy."""
 
+import inspect
 import math
 import numbers
 import re
@@ -22,7 +23,7 @@ SAME = {
     "subtract": "sub", "multiply": "mul", "true_divide": "truediv", "divide": "truediv",
     "div": "truediv", "floor_divide": "floordiv", "remainder": "mod",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq",
-    "not_equal": "ne", "negative": "neg", "power": "pow", "absolute": "abs", "fabs": "abs",
+    "not_equal": "ne", "negative": "neg", "power": "pow", "absolute": "abs",
     "maximum": "max", "minimum": "min", "fmax": "max", "fmin": "min", "clip": "clamp",
     "left_shift": "lshift", "right_shift": "rshift", "bitwise_left_shift": "lshift",
     "bitwise_right_shift": "rshift", "bitwise_and": "and", "bitwise_or": "or",
@@ -134,10 +135,16 @@ class Recorder:
         name = SAME.get(name.strip("_"), name.strip("_"))
         special = getattr(self, f"call_{name}", None)
         if special is not None:
+            try:
+                inspect.signature(special).bind(*args, **kwargs)
+            except TypeError as error:
+                raise TextError(TypeError, f"{name} in a score: {error}") from None
             return StandIn(self, special(*args, **kwargs))
         if kwargs.keys() - {"out"} or kwargs.get("out") is not None:
             raise TextError(TypeError, f"{name} takes no {', '.join(kwargs)} in a score")
         nodes = [self.node(x) for x in args]
+        if name in (*OPERATORS, *BITWISE) and len(nodes) != 2:
+            raise TextError(TypeError, f"{name} takes 2 arguments in a score, got {len(nodes)}")
         if name in OPERATORS:
             if name in ("add", "mul") and all(x.kind == Kind.BOOL for x in nodes):
                 name = "or" if name == "add" else "and"  # as torch and NumPy have it
@@ -152,10 +159,8 @@ class Recorder:
             return StandIn(self, tree.apply(op, nodes))
         if name in ("min", "max") and all(x.kind == Kind.BOOL for x in nodes):
             return StandIn(self, tree.apply({"min": "&&", "max": "||"}[name], nodes))
-        if name in ONE or name in ("min", "max", "neg"):
-            return StandIn(self, tree.apply(name, nodes))
-        if name in CASTS:
-            return StandIn(self, tree.apply(CASTS[name], nodes))
+        if name in (*CASTS, *ONE, "min", "max", "neg"):
+            return StandIn(self, tree.apply(CASTS.get(name, name), nodes))
         fact = f"{name} is no function of scores"
         raise TextError(NotImplementedError, f"{fact}, allowed are {', '.join(ONE)} and their kin")
 
@@ -197,21 +202,25 @@ class Recorder:
     def call_masked_fill(self, x: Any, mask: Any, value: Any) -> Node:
         return self.call_where(mask, value, x)
 
-    def call_clamp(self, x: Any, *bounds: Any, **named: Any) -> Node:
-        names = (("min", "a_min"), ("max", "a_max"))
-        low, high = (*bounds, None, None)[:2]
-        low, high = (
-            next((named[x] for x in pair if x in named), given)
-            for pair, given in zip(names, (low, high))
-        )
-        x = self.node(x)
+    def call_clamp(
+        self, x: Any, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None
+    ) -> Node:
+        x, low, high = self.node(x), a_min if min is None else min, a_max if max is None else max
         if low is not None and high is not None:
             return tree.apply("clamp", [x, self.node(low), self.node(high)])
         if low is not None:
             return tree.apply("max", [x, self.node(low)])
-        return x if high is None else tree.apply("min", [x, self.node(high)])
+        if high is None:
+            raise TextError(TypeError, "clamp takes min, max or both in a score, got neither")
+        return tree.apply("min", [x, self.node(high)])
+
+    def call_fabs(self, x: Any) -> Node:
+        return tree.apply("abs", [tree.apply("float", [self.node(x)])])
 
     def call_gelu(self, x: Any, approximate: str = "none") -> Node:
+        if approximate not in ("none", "tanh"):
+            fact = "approximate of gelu must be 'none' or 'tanh'"
+            raise TextError(ValueError, f"{fact}, got {approximate!r}")
         x = self.node(x)
         half = tree.apply("*", [tree.literal(0.5), x])
         if approximate == "tanh":
