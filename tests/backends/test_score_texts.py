@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulator import COMPILER
 from places import run_script
-from targets import compute_capability, few, has
+from targets import compute_capability, few, has, parts_of_processes
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import environment, jit
@@ -35,10 +35,10 @@ needs_emulator = pytest.mark.skipif(not (COMPILER and has("torch")), reason="nee
 
 
 @needs_emulator
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_results(backend, emulated_kernels):
+@pytest.mark.parametrize("backends", parts_of_processes(BACKENDS), ids="-".join)
+def test_results(backends, emulated_kernels):
     """Against float64, in a process that takes itself for one with a Hopper GPU."""
-    run_script(HERE / "emulated_scores.py", emulated_kernels, backend, *few(), timeout=900)
+    run_script(HERE / "emulated_scores.py", emulated_kernels, *backends, *few(), timeout=900)
 
 
 @needs_emulator

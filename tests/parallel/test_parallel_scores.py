@@ -9,7 +9,7 @@ import texts
 from emulator import COMPILER
 from matrix import each
 from places import run_script
-from targets import few
+from targets import few, parts_of_processes
 
 from cupyflash.ops.attention.backends import BACKENDS
 from cupyflash.parallel.choice import LEAST_BYTES
@@ -107,8 +107,8 @@ def test_dropout_of_pieces(target, score):
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs g++")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_emulated_kernels(backend, emulated_kernels):
+@pytest.mark.parametrize("backends", parts_of_processes(BACKENDS), ids="-".join)
+def test_emulated_kernels(backends, emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU."""
     program = Path(__file__).with_name("emulated_pieces.py")
-    run_script(program, emulated_kernels, backend, *few(), timeout=900)
+    run_script(program, emulated_kernels, *backends, *few(), timeout=900)
