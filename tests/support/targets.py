@@ -133,7 +133,10 @@ def compute_capability() -> tuple[int, str]:
 
 
 def few() -> tuple[str, ...]:
-    """For scripts of emulated kernels: fewer cases where there is no GPU, and so few cores."""
+    """What tells a script, or a test, to run fewer cases: no GPU, and so few cores.
+
+    Only for cases that the run with a GPU has: it runs these tests with all of them.
+    """
     return () if compute_capability()[0] else ("few",)
 
 
