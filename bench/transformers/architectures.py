@@ -12,7 +12,6 @@ import argparse
 import collections
 import concurrent.futures
 import copy
-import functools
 import gc
 import json
 import pathlib
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--table", type=pathlib.Path, help="where the results go")
     options = parser.parse_args(arguments)
-    kinds = [kind for kind, *_ in architectures() if not options.only or kind in options.only]
+    kinds = [kind for kind, *_ in architectures(options.only or None)]
     rows = {}
     with concurrent.futures.ProcessPoolExecutor(options.jobs, initializer=prepare) as pool:
         for kind, row in zip(kinds, pool.map(row_of, kinds)):
@@ -78,14 +77,9 @@ def prepare() -> None:
     integration.register()
 
 
-@functools.cache
-def classes() -> dict[str, tuple[type, type]]:
-    return {kind: classes for kind, *classes in architectures()}
-
-
 def row_of(kind: str) -> dict[str, Any]:
     """One row of the table."""
-    config_class, model_class = classes()[kind]
+    ((_, config_class, model_class),) = architectures([kind])
     signal.alarm(SECONDS)
     try:
         return compared(config_class, model_class)

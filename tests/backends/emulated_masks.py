@@ -1,7 +1,7 @@
 """Masks as texts in the kernels of Hopper that run on the CPU, against float64.
 
 ``python tests/backends/emulated_masks.py FOLDER [few]``; kernels are compiled into the folder. With
-``few`` each head dim has one of `PLACES`, and each Boolean bias one order of its sums.
+``few`` three head dims have one of `PLACES` each, and each Boolean bias one order of its sums.
 """
 
 import itertools
@@ -31,7 +31,7 @@ def check_tiles(folder: Path) -> None:
     """Tiles that the mask hides are not read, and their bits are found once."""
     shape = {"batch": 2, "seqlen_q": 300, "seqlen_k": 700, "heads_q": 2, "heads_kv": 1}
     inputs = make_inputs("torch", "float16", **shape)
-    for name in ("documents", "causal"):
+    for name in ("documents", "causal")[: 2 - FEW]:
         case, found = cases(2, 300, 700)[name], FoundTiles()
         seen = case.mask(
             *torch.meshgrid(*map(torch.arange, (1, 1, 300, 700)), indexing="ij"), case.arrays
@@ -94,7 +94,7 @@ def check_partial_tiles(folder: Path) -> None:
     """Bits of scores from memory and from the text, in the fragments of all kernels."""
     shapes = itertools.product((64, 96, 128, 192, 256), PLACES)
     for number, (head_dim, places) in enumerate(shapes):
-        if FEW and number % 3 != number // 3 % 3:
+        if FEW and number % 7:
             continue
         shape = {"batch": 1 + number % 2, "seqlen_q": 150, "seqlen_k": 330, "head_dim": head_dim}
         inputs = make_inputs("torch", ("bfloat16", "float16")[number % 2], heads_q=1, **shape)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from problems import HOPPER, problem_of, view
-from targets import is_hopper
+from targets import few, is_hopper
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import jit
@@ -78,7 +78,7 @@ def test_every_kernel_is_listed():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", (32, 64, 96, 128) if is_hopper() else (64, 128))
+@pytest.mark.parametrize("head_dim", (32, 64, 96, 128) if is_hopper() else (64, 128)[bool(few()) :])
 def test_registers(head_dim):
     """A built-in tile is taken without a look at what the compiler makes of it."""
     if 90 not in compiler.supported_archs():

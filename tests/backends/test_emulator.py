@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from emulator import COMPILER, replacing
 from places import SUPPORT, run_script
-from targets import has
+from targets import few, has
 
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
 def test_calls(emulated_kernels):
     """In a process that takes itself for one with a Hopper GPU, of whatever GPU and backend."""
-    run_script(SUPPORT / "emulated_calls.py", emulated_kernels)
+    run_script(SUPPORT / "emulated_calls.py", emulated_kernels, *few())
 
 
 def test_threads_that_compile_at_once(tmp_path):

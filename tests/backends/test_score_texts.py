@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulator import COMPILER
 from places import run_script
-from targets import compute_capability, few, has
+from targets import compute_capability, few, has, parts_of_processes
 from tiny_kernel import needs_nvrtc
 
 from cupyflash import environment, jit
@@ -35,10 +35,10 @@ needs_emulator = pytest.mark.skipif(not (COMPILER and has("torch")), reason="nee
 
 
 @needs_emulator
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_results(backend, emulated_kernels):
+@pytest.mark.parametrize("backends", parts_of_processes(BACKENDS), ids="-".join)
+def test_results(backends, emulated_kernels):
     """Against float64, in a process that takes itself for one with a Hopper GPU."""
-    run_script(HERE / "emulated_scores.py", emulated_kernels, backend, *few(), timeout=900)
+    run_script(HERE / "emulated_scores.py", emulated_kernels, *backends, *few(), timeout=900)
 
 
 @needs_emulator
@@ -107,7 +107,7 @@ def test_first_tile_serves():
 @needs_nvrtc
 @needs_torch
 @pytest.mark.parametrize(
-    "capability", [(7, 5), (8, 0), (9, 0)][:: 1 + bool(few())], ids=jit.arch_of
+    "capability", [(7, 5), (8, 0), (9, 0)][-1 if few() else 0 :], ids=jit.arch_of
 )
 def test_registers_of_other_kernels(capability):
     """Those of the gradients of captures, and those that find the tiles of a mask."""
@@ -131,7 +131,10 @@ def test_registers_of_other_kernels(capability):
 
 @needs_nvrtc
 def test_registers_of_pieces():
-    """A text that counts from elsewhere, and dropout that does, take no more than others."""
+    """A text that counts from elsewhere, and dropout that does, take no more than others.
+
+    Without a GPU the kernels of both, not those of dropout alone.
+    """
     capability = (9, 0)
     if 90 not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know sm_90")
@@ -144,17 +147,18 @@ def test_registers_of_pieces():
     configs = [
         MaskTilesKernel(128, 128, True, True, 128, text=text),
         capture_gradients.kernel(kind),
+        *main_kernels("sm90", kind),
     ]
-    alone = Features(dropout=True, text=of_pieces(Text("", "", (), True), names))
-    for features in (kind.features, alone):
-        configs += main_kernels("sm90", kind._replace(features=features))
-    plain = kind._replace(features=Features(dropout=True))
-    mains = [
-        forward_kernel(plain),
-        next(iter(BACKENDS["sm90"].backward_candidates(plain).values())),
-    ]
-    tiles = [[(x.block_m, x.block_n) for x in some] for some in (configs[-2:], mains)]
-    assert tiles[0] == tiles[1]  # dropout alone has those of dropout
+    if not few():
+        alone = Features(dropout=True, text=of_pieces(Text("", "", (), True), names))
+        configs += main_kernels("sm90", kind._replace(features=alone))
+        plain = kind._replace(features=Features(dropout=True))
+        mains = [
+            forward_kernel(plain),
+            next(iter(BACKENDS["sm90"].backward_candidates(plain).values())),
+        ]
+        tiles = [[(x.block_m, x.block_n) for x in some] for some in (configs[-2:], mains)]
+        assert tiles[0] == tiles[1]  # dropout alone has those of dropout
     found = [jit.build(x, "sm_90a") for x in configs]
     assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
 

@@ -1,8 +1,8 @@
 """Calls of attention to a cache in pages, compared with float64 (test_paged_decode.py).
 
-``python tests/decode/paged_calls.py FOLDER PART`` runs kernels on the CPU, emulated, and compiles
-them into the folder; a part is one of `PARTS`. What no sequence owns is NaN, and entries of the
-table that no key needs are no pages or those of others.
+``python tests/decode/paged_calls.py FOLDER PART ...`` runs kernels on the CPU, emulated, and
+compiles them into the folder; a part is one of `PARTS`. What no sequence owns is NaN, and entries
+of the table that no key needs are no pages or those of others.
 """
 
 import contextlib
@@ -564,4 +564,5 @@ def run_emulated(folder: Path, part: str) -> None:
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
-    run_emulated(Path(sys.argv[1]), sys.argv[2])
+    for part in sys.argv[2:]:
+        run_emulated(Path(sys.argv[1]), part)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matrix import each_library
 from places import run_script
-from targets import FORCED, has
+from targets import FORCED, has, parts_of_processes
 
 from cupyflash.ops.decode import paged_rows
 
@@ -60,10 +60,10 @@ def test_shares(division):
 
 
 @pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
-@pytest.mark.parametrize("part", ["few", "tile", "narrow"])
-def test_emulated(emulated_kernels, part):
+@pytest.mark.parametrize("parts", parts_of_processes(("few", "tile", "narrow")), ids="-".join)
+def test_emulated(emulated_kernels, parts):
     """In a process that takes itself for one with a Hopper GPU."""
-    run_script(Path(__file__).with_name("paged_calls.py"), emulated_kernels, part)
+    run_script(Path(__file__).with_name("paged_calls.py"), emulated_kernels, *parts)
 
 
 @pytest.mark.skipif(FORCED == "simt", reason="simt computes such calls by another kernel")

@@ -1,8 +1,8 @@
 """Kernels compile for every architecture, without spills and ptxas warnings. Needs no GPU.
 
 There are hundreds of configurations for an architecture, too many to compile in each run, so a
-deterministic selection is. Without a GPU: every kernel of attention for sm_75, sm_80 and sm_90a,
-every other for `DIFFERENT`, and over all architectures every value of every switch.
+deterministic selection is. Without a GPU: every kernel for `DIFFERENT`, and over all architectures
+every value of every switch.
 Where there is a GPU, and so usually more than two cores: in the backends of attention every tile of
 each architecture with every pair of switches (dtype, softcap, ALiBi, ...), and over all
 architectures every tile with every value of every switch; the other kernels are the same on all
@@ -42,8 +42,7 @@ SAME_EVERYWHERE = {
     for topic, capability in itertools.product(TOPICS.values(), CAPABILITIES)
     for config in topic.configurations(capability)
 }
-LIKE_SM80 = ((8, 6), (8, 9), (10, 0), (12, 0))  # its instructions and registers
-NEWEST = LIKE_SM80[2:]  # CI compiles each kernel for one, as their code is made in other ways
+NEWEST = ((10, 0), (12, 0))  # CI compiles each kernel for one, as their code is made in other ways
 DIFFERENT = ((7, 5), (9, 0))  # the least and the most instructions that kernels choose between
 OLDER = ((6, 0), (7, 0))  # what these spill is not looked at
 THOROUGH = compute_capability()[0] > 0
@@ -52,9 +51,7 @@ THOROUGH = compute_capability()[0] > 0
 def needs(config, capability):
     """What compiling a configuration covers: (for its architecture, for all of them)."""
     if not THOROUGH:
-        everywhere = type(config) in SAME_EVERYWHERE
-        wanted = capability in DIFFERENT if everywhere else capability not in LIKE_SM80
-        return {config.name} if wanted else set(), few_needs(config)
+        return {config.name} if capability in DIFFERENT else set(), few_needs(config)
     values = dict(vars(config))
     switches = {name: values.pop(name) for name in SWITCHES if name in values}
     whole = (config.name, *values.items())
@@ -67,12 +64,14 @@ def needs(config, capability):
 def few_needs(config):
     """What all architectures together must cover without a GPU."""
     switches = {x: getattr(config, x) for x in SWITCHES if hasattr(config, x)}
-    bias = switches.pop("bias", 0)  # kernels share what loads each kind
-    # Beside attention they share what computes an activation, too, and the like.
-    shared = type(config) in SAME_EVERYWHERE
-    of_kernel = {x: switches.pop(x) for x in tuple(switches) if x == "dtype" or not shared}
-    named = {(config.name, x) for x in (*of_kernel.items(), bool(bias))}
-    return {("bias", bias), *switches.items()} | named
+    if type(config) in SAME_EVERYWHERE:  # which share what loads a dtype, and the like
+        single = switches.get("dtype") == "float32"
+        several = switches.pop("sequences", 1) > 1
+        return {*switches.items(), (config.name, single), ("several", several)}
+    bias = switches.pop("bias", 0)
+    named = {(config.name, x) for x in (*switches.items(), bool(bias))}
+    # Kernels share what loads each kind of bias, and those of sm90 take longest to compile.
+    return named if "/sm90/" in config.source else named | {("bias", bias)}
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Ranks that have pieces of sequences, one after another, by kernels that run on the CPU.
 
-``python tests/parallel/emulated_pieces.py FOLDER BACKEND [few]``; kernels are compiled into the
+``python tests/parallel/emulated_pieces.py FOLDER BACKEND ... [few]``; kernels are compiled into the
 folder. With ``few`` each case runs on two of the four backends.
 """
 
@@ -20,6 +20,7 @@ from cupyflash.parallel.tokens import Band, Tokens
 from cupyflash.testing import make_varlen_inputs
 
 LENGTHS = [150, 37]
+FEW = "few" in sys.argv[1:]
 
 
 def check(folder: Path, backend: str) -> None:
@@ -28,7 +29,7 @@ def check(folder: Path, backend: str) -> None:
     shape = {"heads_q": 4, "heads_kv": 2, "head_dim": 64}
     inputs = make_varlen_inputs("torch", dtype, LENGTHS, **shape)
     first = backend in ("sm90", "simt")
-    step = slice(first, None, 2) if "few" in sys.argv[3:] else slice(None)
+    step = slice(first, None, 2) if FEW else slice(None)
     for score in texts.SCORES[step]:
         with emulator.hopper(folder) as launched, environment.override(backend=backend):
             found = texts.with_dropout(inputs, LENGTHS, 2, score)
@@ -70,6 +71,7 @@ def check_tiles(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    check(Path(sys.argv[1]), sys.argv[2])
-    if sys.argv[2] == "sm90":
-        check_tiles(Path(sys.argv[1]))
+    for backend in sys.argv[2 : len(sys.argv) - FEW]:
+        check(Path(sys.argv[1]), backend)
+        if backend == "sm90":
+            check_tiles(Path(sys.argv[1]))

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -132,8 +133,19 @@ def compute_capability() -> tuple[int, str]:
 
 
 def few() -> tuple[str, ...]:
-    """For scripts of emulated kernels: fewer cases where there is no GPU, and so few cores."""
+    """What tells a script, or a test, to run fewer cases: no GPU, and so few cores.
+
+    Only for cases that the run with a GPU has: it runs these tests with all of them.
+    """
     return () if compute_capability()[0] else ("few",)
+
+
+def parts_of_processes(parts: Iterable[str]) -> list[tuple[str, ...]]:
+    """For such scripts: one process for each part, or where there is no GPU for all of them.
+
+    Nothing is gained there by more processes than cores, each of which imports torch for 3 seconds.
+    """
+    return [(*parts,)] if few() else [(part,) for part in parts]
 
 
 @functools.cache
