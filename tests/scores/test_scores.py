@@ -9,6 +9,8 @@ import numpy
 import pytest
 
 import cupyflash
+from cupyflash.ops.attention.options import plain_options
+from cupyflash.ops.attention.score_text.arguments import with_text
 from cupyflash.ops.attention.score_text.scores import written
 from cupyflash.testing import make_alibi_slopes, make_inputs, make_varlen_inputs
 
@@ -52,7 +54,7 @@ def test_a_wrong_derivative_is_found():
 
 
 def tanh(s, b, h, q, k):
-    return 0.7 * numpy.tanh(s / 0.7)
+    return 0.7 * numpy.tanh(s / 0.7) + 0.0  # without the zero it would be the option
 
 
 OPTIONS = [
@@ -93,6 +95,46 @@ def test_beside_other_options(options):
     assert all(numpy.array_equal(x, y) for x, y in zip(wanted[:2], found))
     for x, y in zip(wanted[2:], found[2:], strict=True):  # products in another order
         assert (x is y is None) or abs(x - y).max() <= 2**-20 * abs(x).max()
+
+
+CAP = 7.5
+SOFTCAPS = [
+    ("30.0 * tanh(score / 30.0)", 30.0),
+    ("tanh(score / 30) * 30.0", 30.0),
+    (lambda s, b, h, q, k: CAP * numpy.tanh(s / CAP), 7.5),
+    (functools.partial(lambda s, b, h, q, k, cap: cap * numpy.tanh(s / cap), cap=3), 3.0),
+    ("30.0 * tanh(score / 20.0)", None),
+    ("30.0 * tanh(30.0 / score)", None),
+    ("30.0 * tanh(query / 30.0)", None),
+    ("30.0 * tanh(score / 30.0) + 1", None),
+    ("-30.0 * tanh(score / -30.0)", None),  # softcap must be positive
+    ("5000.0 * tanh(score / 5000.0)", None),  # the option has other kernels from 4096 on
+    (lambda s, b, h, q, k: numpy.float32(CAP) * numpy.tanh(s / CAP), 7.5),
+]
+
+
+@pytest.mark.parametrize(("source", "cap"), SOFTCAPS)
+def test_a_softcap_is_the_option(source, cap):
+    score, seen = cupyflash.Score(source), cupyflash.Mask("key <= query")
+    assert score.softcap == cap
+    plain, arrays = plain_options("attention"), ("q", "k", "v")
+    capped = plain_options("attention", softcap=cap or 0.0)
+    for given in (score, source) if callable(source) else (score,):
+        options, found = with_text("attention", plain, arrays, 3, given, None)
+        assert (options == capped and found == arrays) == (cap is not None)
+        options, found = with_text("attention", plain, arrays, 3, given, seen)
+        assert options[:-1] == capped and options[-1].mask == "key <= query"
+        assert (options[-1].score == "") == (cap is not None) and len(found) >= 12
+    text = with_text("attention", plain_options("attention", softcap=2.0), arrays, 3, score, None)
+    assert text[0][-1].score == score.text  # which is refused later
+    slopes = (*arrays, None, None, "slopes", None, None, None, None, None)
+    assert with_text("attention", plain, slopes, 3, score, None)[0][-1].score == score.text
+
+
+def test_a_number_that_changes_is_no_softcap():
+    """An array without axes is read anew at each call."""
+    cap = numpy.array(30.0, "float32")
+    assert cupyflash.Score("cap * tanh(score / cap)", cap=cap).softcap is None
 
 
 def test_mask_beside_softcap_and_slopes():

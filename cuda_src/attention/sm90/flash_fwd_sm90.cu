@@ -176,8 +176,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     int& n = consumer.n;
     if constexpr (decltype(consumer)::ONE_LOOP) {
 #pragma unroll 1
-      for (consumer.go_on(); n >= consumer.n_begin; consumer.go_on())
-        step(consumer, p, acc_o, state, consumer.is_masked());
+      for (--n; n >= consumer.n_begin; --n) step(consumer, p, acc_o, state, consumer.is_masked());
     } else if constexpr (HAS_MASK_TILES) {
       if (--n < consumer.run_begin) consumer.seek(n);
 #pragma unroll 1

@@ -96,20 +96,18 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
   }
 }
 
-// Turns S into weights where one loop has tiles of all kinds. Those that need a new maximum, as
-// some keys may be hidden or as the old one did not serve, share the code with the masks.
+// Turns S into weights where one loop has tiles of both kinds. Those that need a new maximum, for
+// their mask or because the old one did not serve, share the code.
 template <class C>
-__device__ __forceinline__ void weigh_any(C& consumer, typename C::Scores& s, RowState& state,
-                                          const QueryPlace& at, const typename C::SeenByText& seen,
-                                          bool masked, bool at_old_max) {
+__device__ __forceinline__ void weigh_either(C& consumer, typename C::Scores& s, RowState& state,
+                                             const QueryPlace& at, bool masked, bool at_old_max) {
   const auto& score = consumer.score;
   auto& keys = consumer.shared.k;
-  at_old_max = at_old_max && (!masked || (C::KEEPS_MASKED_MAX && consumer.is_inside()));
+  at_old_max = at_old_max && !masked;
   if (!at_old_max) keys.release(consumer.kv_ring.stage);
   bool is_done = false;
   if (at_old_max) {
     score.apply(s, at, NoBiasTile(), UNMASKED, at_old_max);
-    if (masked) score.apply_seen(s, seen);
     const auto line = score.line(at);
     is_done = state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, NoOrder(), line);
     if (!is_done) compute_s_again(consumer, s);
@@ -118,7 +116,6 @@ __device__ __forceinline__ void weigh_any(C& consumer, typename C::Scores& s, Ro
   if (!is_done) {
     const QueryPlace again = at.again();
     score.apply(s, again);
-    if (masked) score.apply_seen(s, seen);
     score.apply_mask(s, again);
     state.template update<C::Options::SOFTCAP>(s, score.scale_log2);
   }
@@ -139,7 +136,7 @@ __device__ __forceinline__ void score_and_softmax(C& consumer, typename C::Score
   const QueryPlace at = {tile.sequence,          tile.batch, tile.head, alibi_slope,
                          &consumer.dropout_seed, row,        col};
   if constexpr (C::ONE_LOOP) {
-    weigh_any(consumer, s, state, at, seen.scores, masked, at_old_max);
+    weigh_either(consumer, s, state, at, masked, at_old_max);
   } else {
     weigh(consumer, s, state, at, seen, masked, at_old_max);
   }

@@ -5,16 +5,17 @@ from typing import Any, NamedTuple
 
 from ....runtime.array import Array, compiling
 from ....runtime.loaded import untraced
-from ..options import NUM_EXTRAS, Extras, Options
+from ..options import NUM_EXTRAS, SLOPES, Extras, Options
 from .block_mask import is_block_mask, mask_of
 from .encode import SEPARATOR
-from .scores import Mask, Score, written
+from .scores import Mask, Score, made, written
 from .text import Text
 from .tree import Kind
 from .write import nodes
 
-LAYOUT = Options._fields.index("layout")
-NAMES = {"flex_attention": ("score_mod", "block_mask")}  # of the arguments
+LAYOUT, SOFTCAP = map(Options._fields.index, ("layout", "softcap"))
+ARGUMENTS = ("score", "mask")  # their names
+NAMES = {"flex_attention": ("score_mod", "block_mask")}
 SEQUSED = tuple(map(Extras._fields.index, ("seqused_q", "seqused_k")))
 AXES = {"bshd": (0, 2, 1), "bhsd": (0, 1, 2)}  # of batch, heads and seqlen
 BACKWARD = 7  # arrays before the optional ones, of which dout is the first
@@ -46,6 +47,8 @@ def with_text(
 ) -> tuple[tuple, tuple]:
     """The options with the text at their end, and the arrays with its captures at theirs.
 
+    A score that is a softcap becomes that option; without a mask there is no text then.
+
     Args:
         tensors: the number of arrays before the optional ones.
         mask: also a BlockMask of torch.
@@ -53,14 +56,22 @@ def with_text(
     Raises:
         As `written`.
     """
-    missing = [None] * (tensors + NUM_EXTRAS - len(arrays))
+    missing, names = [None] * (tensors + NUM_EXTRAS - len(arrays)), NAMES.get(function, ARGUMENTS)
+    if not compiling():
+        score = made(function, names[0], Score, score)
+    cap = score.softcap if isinstance(score, Score) else None
+    slopes = (*arrays, *missing)[tensors + SLOPES]
+    if cap is not None and options[SOFTCAP] == 0 and slopes is None:
+        options, score = (*options[:SOFTCAP], cap, *options[SOFTCAP + 1 :]), None
+        if mask is None:
+            return options, arrays
     if compiling():
         text, captures = _traced(function, score, mask)
         return (*options, text), (*arrays, *missing, *captures)
     by_blocks = is_block_mask(mask)
     if by_blocks:
         mask = _of_blocks(function, options, arrays[tensors == BACKWARD :], mask)
-    text, captures = written(function, score, mask, NAMES.get(function, ("score", "mask")))
+    text, captures = written(function, score, mask, names)
     extras = (*arrays[tensors:], *missing)
     if by_blocks and any(extras[x] is not None for x in SEQUSED):
         captures = captures[: len(text.captures)]  # other lengths have other tiles
@@ -91,7 +102,7 @@ def _of_blocks(function: str, options: tuple, arrays: tuple, mask: Any) -> Mask:
         NotImplementedError: packed sequences.
         ValueError: other lengths.
     """
-    layout, name = options[LAYOUT], NAMES.get(function, ("", "mask"))[1]
+    layout, name = options[LAYOUT], NAMES.get(function, ARGUMENTS)[1]
     if layout not in AXES:
         fact = f"{name} cannot be a BlockMask beside packed sequences, allowed is its mask_mod"
         raise NotImplementedError(f"{function}: {fact}, got layout {layout!r}")

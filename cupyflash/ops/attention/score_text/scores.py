@@ -13,6 +13,7 @@ import numpy
 from ....runtime.checks import short
 from ....runtime.lookup import library_of
 from . import tree
+from .built_in import softcap_of
 from .encode import encode_text, joined
 from .parse import parse
 from .remembered import remembered
@@ -35,9 +36,11 @@ class _Written:
         given: these arrays and numbers, in the same order.
         alone: the `Text` of a call that has nothing else.
         encoded: the same as a string.
+        softcap: the cap of a score that is the option of this name, or None.
     """
 
     IS_MASK = False
+    softcap: float | None = None
 
     def __init__(self, source: str | Callable, /, **captures: Any) -> None:
         function = f"cupyflash.{type(self).__name__}"
@@ -56,6 +59,8 @@ class _Written:
         self.alone = Text(*texts, self.captures)
         self.encoded = encode_text(self.alone)
         self.reads_host = any(of.is_number and is_array(x) for of, x in named)
+        if not (self.IS_MASK or self.reads_host):
+            self.softcap = softcap_of(self.alone.score_tree, self.captures, self.given)
 
     def _parse(self, function: str, source: str, captures: dict[str, Any]) -> None:
         self.text = source
@@ -185,8 +190,8 @@ def written(
     Raises:
         TypeError, ValueError, NotImplementedError: as `Score`.
     """
-    score = _made(function, names[0], Score, score)
-    mask = _made(function, names[1], Mask, mask)
+    score = made(function, names[0], Score, score)
+    mask = made(function, names[1], Mask, mask)
     if mask is None:
         return score.alone, score.values
     found = () if mask.found is None else (mask.found,)
@@ -196,7 +201,12 @@ def written(
     return text, (*values, *found)
 
 
-def _made(function: str, name: str, kind: type[_Written], x: Any) -> Any:
+def made(function: str, name: str, kind: type[_Written], x: Any) -> Any:
+    """The `Score` or `Mask` of an argument, or None.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as the class.
+    """
     if x is None or isinstance(x, kind):
         return x
     if isinstance(x, _Written) or not callable(x):
