@@ -243,6 +243,7 @@ def helper(query, key):
         (lambda s, b, h, q, k, slopes=SLOPES: s * slopes[h], "score * slopes(head)"),
         (lambda s, b, h, q, k: s + HALVES[h].astype("float16") + (q > k).half(), "score + HALVES(head) + float(query > key)"),
         (lambda s, b, h, q, k: s + (q / 3).astype("i4") + (q / 5).astype("int64", "C"), "score + int(query / 3.0) + int(query / 5.0)"),
+        (lambda s, b, h, q, k: numpy.fmax(s, q), "where(score >= query || query != query, score, query)"),
         (lambda s, b, h, q, k: numpy.where(~numpy.maximum(q > k, k < 3), s, 0), "where(!(query > key || key < 3), score, 0.0)"),
         (lambda s, b, h, q, k: numpy.where(~numpy.fmin(q > k, k < 3), s, 0), "where(!(query > key && key < 3), score, 0.0)"),
         (lambda s, b, h, q, k: s.double() + q.float() + numpy.zeros_like(s, "float16"), "score + float(query) + 0.0"),

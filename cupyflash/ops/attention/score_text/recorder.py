@@ -24,11 +24,13 @@ SAME = {
     "div": "truediv", "floor_divide": "floordiv", "remainder": "mod",
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq",
     "not_equal": "ne", "negative": "neg", "power": "pow", "absolute": "abs",
-    "maximum": "max", "minimum": "min", "fmax": "max", "fmin": "min", "clip": "clamp",
+    "maximum": "max", "minimum": "min", "clip": "clamp",
     "left_shift": "lshift", "right_shift": "rshift", "bitwise_left_shift": "lshift",
     "bitwise_right_shift": "rshift", "bitwise_and": "and", "bitwise_or": "or",
     "bitwise_xor": "xor", "bitwise_not": "invert", "invert": "invert",
 }  # fmt: skip
+EXTREMES = {"min": "&&", "max": "||", "fmin": "&&", "fmax": "||"}  # of conditions
+OF_NUMBERS = {"fmax": ">=", "fmin": "<="}
 BITWISE = {"and": ("&", "&&"), "or": ("|", "||"), "xor": ("^", "^")}
 ONE = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf", "sqrt", "rsqrt", "sin", "cos")
 ONE += ("floor", "relu", "abs")
@@ -143,7 +145,7 @@ class Recorder:
         if kwargs.keys() - {"out"} or kwargs.get("out") is not None:
             raise TextError(TypeError, f"{name} takes no {', '.join(kwargs)} in a score")
         nodes = [self.node(x) for x in args]
-        if name in (*OPERATORS, *BITWISE) and len(nodes) != 2:
+        if name in (*OPERATORS, *BITWISE, *OF_NUMBERS) and len(nodes) != 2:
             raise TextError(TypeError, f"{name} takes 2 arguments in a score, got {len(nodes)}")
         if name in OPERATORS:
             if name in ("add", "mul") and all(x.kind == Kind.BOOL for x in nodes):
@@ -157,9 +159,11 @@ class Recorder:
             op = {"and": "&&", "or": "||", "not": "!", "xor": "!="}[name.removeprefix("logical_")]
             nodes = [tree.apply("bool", [x]) if x.kind != Kind.BOOL else x for x in nodes]
             return StandIn(self, tree.apply(op, nodes))
-        if name in ("min", "max") and all(x.kind == Kind.BOOL for x in nodes):
-            return StandIn(self, tree.apply({"min": "&&", "max": "||"}[name], nodes))
-        if name in (*CASTS, *ONE, "min", "max", "neg"):
+        if name in EXTREMES and all(x.kind == Kind.BOOL for x in nodes):
+            return StandIn(self, tree.apply(EXTREMES[name], nodes))
+        if name in OF_NUMBERS:
+            return StandIn(self, tree.number_of(OF_NUMBERS[name], *nodes))
+        if name in (*CASTS, *ONE, *EXTREMES, "neg"):
             return StandIn(self, tree.apply(CASTS.get(name, name), nodes))
         fact = f"{name} is no function of scores"
         raise TextError(NotImplementedError, f"{fact}, allowed are {', '.join(ONE)} and their kin")
@@ -224,10 +228,8 @@ class Recorder:
         x = self.node(x)
         half = tree.apply("*", [tree.literal(0.5), x])
         if approximate == "tanh":
-            cube = tree.apply(
-                "*", [tree.literal(0.044715), tree.apply("pow", [x, tree.literal(3)])]
-            )
-            inner = tree.apply("+", [x, cube])
+            cube = tree.apply("pow", [x, tree.literal(3)])
+            inner = tree.apply("+", [x, tree.apply("*", [tree.literal(0.044715), cube])])
             inner = tree.apply("*", [tree.literal(math.sqrt(2 / math.pi)), inner])
             part = tree.apply("tanh", [inner])
         else:
@@ -238,8 +240,7 @@ class Recorder:
         return tree.apply("relu", [self.node(x)])
 
     def call_silu(self, x: Any, inplace: bool = False) -> Node:
-        x = self.node(x)
-        return tree.apply("*", [x, tree.apply("sigmoid", [x])])
+        return tree.apply("*", [x := self.node(x), tree.apply("sigmoid", [x])])
 
     def call_reciprocal(self, x: Any) -> Node:
         return tree.apply("/", [tree.literal(1.0), self.node(x)])

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy
 
-from .recorder import CASTS, ONE, OPERATORS, SAME, Recorder
+from .recorder import CASTS, EXTREMES, ONE, OPERATORS, SAME, Recorder
 from .stand_in import is_array, is_host_number
 
 MOST = 512  # texts
 DEPTH = 8  # functions that call each other
 BUILTINS = {"abs": abs, "pow": pow}
 LIBRARIES = ("torch", "numpy", "cupy", "math", "jax")
-OPERATIONS = {*ONE, *OPERATORS, *SAME, *CASTS, "min", "max", "neg", "logical_and", "logical_or"}
+OPERATIONS = {*ONE, *OPERATORS, *EXTREMES, *SAME, *CASTS, "neg", "logical_and", "logical_or"}
 OPERATIONS |= {x.removeprefix("call_") for x in dir(Recorder) if x.startswith("call_")}
 # A function also looks up these modules, numbers and dtypes in a library.
 CONSTANTS = ("nn", "functional", "special", "pi", "inf", "float32", "int32", "int64")

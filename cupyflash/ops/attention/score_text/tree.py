@@ -211,3 +211,9 @@ def _arguments(op: str, arity: int, args: Sequence[Node], place: Place) -> Seque
 def allowed_names(mask: bool) -> str:
     """The names that every text has, in words."""
     return ", ".join(x for x in NAMES if not (mask and x == "score"))
+
+
+def number_of(comparison: str, a: Node, b: Node) -> Node:
+    """The one of two for which the comparison holds; unlike max and min it ignores a NaN."""
+    first = [apply(comparison, [a, b]), apply("!=", [b, b])]
+    return apply("where", [apply("||", first), a, b])
