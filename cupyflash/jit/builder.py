@@ -94,6 +94,7 @@ def _compile(config: Kernel, arch: str, name: str) -> Built:
         stack_bytes=max(_numbers(_STACK, compiled.log), default=0),
         warnings=tuple(line for line in compiled.log.splitlines() if _WARNING.search(line)),
         seconds=round(compiled.seconds, 3),
+        has_text=bool(config.header),
     )
     return cache.publish(name, built, compiled.cubin, compiler.stub(config))
 

@@ -47,6 +47,7 @@ class Built:
         registers: per thread. spill_bytes, stack_bytes: local memory per thread.
         warnings: those of the compiler, and ptxas's C75xx notes.
         seconds: wall time of the compilation.
+        has_text: a score or a mask of the caller's is part of it.
     """
 
     path: Path
@@ -59,13 +60,17 @@ class Built:
     stack_bytes: int
     warnings: tuple[str, ...]
     seconds: float
+    has_text: bool = False
 
     @property
     def slowness(self) -> str:
         """Why the kernel runs slower than NVRTC should have made it, or "".
 
-        Spills for GPUs before Turing are the same with every version, and not looked at.
+        Spills for GPUs before Turing are the same with every version, and not looked at, nor are
+        those of a text, which may need more registers than there are.
         """
+        if self.has_text:
+            return ""
         if any("(C75" in line for line in self.warnings):  # ptxas's notes about wgmma
             return "ptxas has serialised its matrix products"
         turing_or_newer = int(self.arch[3:].rstrip("af")) >= 75

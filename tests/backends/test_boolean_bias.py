@@ -9,6 +9,7 @@ from tiny_kernel import needs_nvrtc
 
 from cupyflash import jit
 from cupyflash.jit import compiler
+from cupyflash.ops.attention.fitting import FEW_STACK_BYTES
 from cupyflash.ops.attention.kind import Features, Kind
 from cupyflash.ops.attention.masks import WORD_TILES, MaskTilesLaunch, finder_of
 from cupyflash.ops.attention.score_text import Capture, Text
@@ -80,14 +81,16 @@ def test_every_kernel_is_listed():
 @needs_nvrtc
 @pytest.mark.parametrize("head_dim", (32, 64, 96, 128) if is_hopper() else (64, 128)[bool(few()) :])
 def test_registers(head_dim):
-    """A built-in tile is taken without a look at what the compiler makes of it."""
+    """A built-in tile is taken without a look at what the compiler makes of it: a few registers on
+    the stack cost less than the next smaller one.
+    """
     if 90 not in compiler.supported_archs():
         pytest.skip(f"NVRTC {compiler.version()} does not know sm_90")
     kind = Kind("bfloat16", head_dim, Features(text=boolean_bias.TEXT), (9, 0))
     mains = [*backend.forward_kernels(kind)[:2], backend.backward_kernels(kind)[1]]
     assert [x.split for x in mains[:2]] == [False, True]
     found = [jit.build(x, "sm_90a") for x in (*mains, finder_of(mains[0]), finder_of(mains[2]))]
-    assert [x for x in found if x.stack_bytes or x.spill_bytes or x.warnings] == []
+    assert [x for x in found if x.stack_bytes > FEW_STACK_BYTES or x.warnings] == []
 
 
 SHARED = {

@@ -135,6 +135,7 @@ def test_cure(version, text):
         ({"spill_bytes": 32}, False),
         ({"spill_bytes": 40}, True),
         ({"spill_bytes": 40, "arch": "sm_70"}, False),
+        ({"spill_bytes": 40, "has_text": True}, False),
         ({"warnings": ("scale.cu(3): warning #177-D: never referenced",)}, False),
         ({"warnings": ("ptxas info : (C7511) Potential Performance Loss: …",)}, True),
     ],

@@ -14,6 +14,7 @@ from fakes import Stream, fake_cupy, fake_graphs
 
 import cupyflash
 from cupyflash.ops.attention.captures import PackedCaptures
+from cupyflash.ops.attention.kind import Features, Kind
 from cupyflash.ops.attention.masks import MaskTilesLaunch
 from cupyflash.ops.attention.options import Options
 from cupyflash.ops.attention.score_text import Capture, Text, tiles, tree
@@ -25,6 +26,7 @@ from cupyflash.ops.attention.score_text.parse import parse
 from cupyflash.ops.attention.score_text.pieces import of_pieces, values_of_pieces
 from cupyflash.ops.attention.score_text.scores import written
 from cupyflash.ops.attention.score_text.write import to_text
+from cupyflash.ops.attention.sm90.backward import backward_candidates
 from cupyflash.runtime import scratch
 from cupyflash.runtime.array import View
 
@@ -530,6 +532,31 @@ def test_tanh_is_a_function_of_its_own(text, parts):
     found = [lines[i + 1] for i, x in enumerate(lines) if x.endswith(('argument"', 'of_tanh"'))]
     assert found == [f"  return N({x});" for x in parts or ()]
     assert ("#define USER_TANH" in lines) == bool(parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "adds"),
+    [
+        ("score", True),
+        ("score - n * abs(query - key)", True),
+        ("n + (score + key) - query", True),
+        ("t = score + 1; t - key", True),
+        ("n - score", False),
+        ("score + 1 - (key - score)", False),
+        ("score + score", False),
+        ("score + tanh(score)", False),
+        ("2.0 * score", False),
+        ("where(key < query, score, -INF)", False),
+    ],
+)
+def test_scores_with_terms_beside_them(text, adds):
+    """Their slope takes no registers, so the backward has larger tiles."""
+    captures = (Capture("n", "float", 0),) if "n " in text else ()
+    features = Features(text=Text(text, "", captures))
+    assert features.bends_scores != adds
+    kind = Kind("bfloat16", 64, features, (9, 0))
+    assert list(backward_candidates(kind))[-1] == (64, 128)
+    assert next(iter(backward_candidates(kind))) == ((128, 128) if adds else (64, 128))
 
 
 MOVED = (

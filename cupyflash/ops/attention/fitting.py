@@ -7,8 +7,8 @@ from ...jit.compiler import target_arch
 from ...runtime.gpu import Capability
 from .kernels import AttentionKernel, Tile
 
-# Four registers on the stack cost less than the next smaller tile.
-FEW_STACK_BYTES = 16
+# Eight registers on the stack cost less than the next smaller tile.
+FEW_STACK_BYTES = 32
 
 
 def fitting_tile(

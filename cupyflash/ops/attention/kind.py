@@ -84,6 +84,11 @@ class Features(NamedTuple):
         return bool(self.text and (self.text.score or self.text.mask))
 
     @property
+    def bends_scores(self) -> bool:
+        """Whether the text has a score with a slope of its own: not one that only adds terms."""
+        return bool(self.text and self.text.score and not self.text.adds)
+
+    @property
     def changes_scores(self) -> bool:
         """Whether the scores have an option beside a bias, or a text."""
         return bool(self.softcap or self.alibi or self.dropout or self.text)

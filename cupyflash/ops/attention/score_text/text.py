@@ -40,6 +40,11 @@ class Text(NamedTuple):
         return _parsed(self.score, self.captures, False) if self.score else None
 
     @property
+    def adds(self) -> bool:
+        """Whether the score is the product of q and k plus terms without it."""
+        return _adds(self.score_tree)
+
+    @property
     def mask_tree(self) -> "Node | None":
         return _parsed(self.mask, self.captures, True) if self.mask else None
 
@@ -56,6 +61,15 @@ def _parsed(text: str, captures: tuple[Capture, ...], mask: bool) -> "Node":
     from .parse import parse
 
     return parse(text, captures, mask)
+
+
+def _adds(score: "Node") -> bool:
+    if score.op == "name":
+        return score.value == "score"
+    if score.op not in ("+", "-") or len(score.args) != 2:
+        return False
+    first, second = score.args if score.op == "-" or score.args[0].of_score else score.args[::-1]
+    return not second.of_score and _adds(first)
 
 
 @functools.lru_cache(maxsize=1024)

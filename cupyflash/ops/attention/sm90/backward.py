@@ -54,6 +54,8 @@ WIDE_TILES_SCORE = {128: (64, 64, 2), 256: (64, 64, 2)}
 NARROW_V_TILES = {(192, 128): (64, 96, 2)}
 # The others that `python -m cupyflash tune` tries.
 BACKWARD_CANDIDATES = {128: ((64, 64, 2),), 256: ((64, 64, 2),)}
+# Where a text leaves the built-in tile too few registers.
+TEXT_CANDIDATES = BACKWARD_CANDIDATES | {32: ((64, 128),), 64: ((64, 128),)}
 # Taking whole heads saves each query the time of SAVED_KEYS keys. It costs the part of the launch
 # in which multiprocessors wait for the last heads, and a part LONELY of all keys, because no other
 # block reads the same q and dout at the same time. Blocks take heads if the cost is less.
@@ -109,7 +111,8 @@ def can_take_heads(main: MainKernel) -> bool:
 def backward_candidates(kind: Kind) -> dict[Tile, KernelConfig]:
     """The main kernel by the tiles that `tune` may choose from, the built-in one first."""
     padded, built_in = _built_in(kind.head_dim, kind.features)
-    others = () if kind.features.head_dim_v else BACKWARD_CANDIDATES.get(padded, ())
+    others = TEXT_CANDIDATES if kind.features.text else BACKWARD_CANDIDATES
+    others = () if kind.features.head_dim_v else others.get(padded, ())
     return {tile: backward_kernels(kind, tile)[1] for tile in (built_in, *others)}
 
 
@@ -242,10 +245,11 @@ def _rows_of_blocks(main: MainKernel, problem: Problem, card: Card, shares: int)
 def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
     """The head dim of the kernel, and the built-in tile: of wide heads with its ``groups``."""
     softcap, alibi, bias, dropout = features.switches
-    softcap = softcap or features.writes_scores  # its slope takes the same registers
+    softcap = softcap or features.bends_scores  # its slope takes the same registers
     narrow = narrow_head_dim(head_dim, features)
     if narrow:
         return narrow, NARROW_V_TILES[narrow, features.head_dim_v]
+    alibi = alibi or (features.writes_scores and not softcap)
     tiles = TILES_ONE if softcap or dropout or (alibi and bias) else TILES
     if tiles is TILES and bias > KEY_MASK:
         tiles = TILES_KEY_MASK
@@ -253,7 +257,8 @@ def _built_in(head_dim: int, features: Features) -> tuple[int, Tile]:
         tiles = TILES_SEVERAL
     if softcap + alibi + dropout + bool(bias) > 2:
         tiles = TILES_MANY
-    wide_tiles = WIDE_TILES_SCORE if softcap or bias or dropout else WIDE_TILES
+    crowded = softcap or bias or dropout or features.writes_scores
+    wide_tiles = WIDE_TILES_SCORE if crowded else WIDE_TILES
     tiles = wide_tiles | tiles
     padded = min(size for size in tiles if size >= head_dim)
     return padded, tiles[padded]
