@@ -41,6 +41,7 @@ SLOW = {
 # Loads kernels as a GPU would have it, in a process of its own.
 LOAD = """
 import contextlib, warnings, cupy
+from types import SimpleNamespace
 from tiny_kernel import Scale
 from cupyflash import jit
 class Device(contextlib.nullcontext):
@@ -50,7 +51,7 @@ class Module:
         assert Path(path).read_bytes()[:4] == b"\\x7fELF"
     def get_function(self, name):
         return self
-    kernel = None
+    kernel = SimpleNamespace(ptr=0)
 cupy.RawModule, cupy.cuda.Device = Module, Device
 warnings.simplefilter("always")  # or Python itself would drop the second
 for factor in sys.argv[1:]:

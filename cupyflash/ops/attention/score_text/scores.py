@@ -287,18 +287,8 @@ def _check_captures(function: str, captures: Any) -> None:
 
 def _error(function: str, error: TextError, text: str) -> Exception:
     """The error with the line of the text and carets under the place."""
-    message = f"{function}: {error.fact}, in\n{pointed(text, error.place)}"
+    message = f"{function}: {error.fact}, in\n{error.within(text)}"
     return error.kind(message)
-
-
-def pointed(text: str, place: tree.Place) -> str:
-    """The line of the text that has this place, and carets below it."""
-    begin, end = place or (0, len(text))
-    start = text.rfind("\n", 0, begin) + 1
-    stop = text.find("\n", begin)
-    line = text[start:] if stop < 0 else text[start:stop]
-    width = max(1, min(end, start + len(line)) - begin)
-    return f"  {line}\n  {' ' * (begin - start)}{'^' * width}"
 
 
 def _traced_error(function: str, error: TextError) -> Exception:

@@ -27,6 +27,15 @@ class TextError(Exception):
         super().__init__(fact)
         self.kind, self.fact, self.place = kind, fact, place
 
+    def within(self, text: str) -> str:
+        """The line of the text that has the place, and carets below it."""
+        begin, end = self.place or (0, len(text))
+        start = text.rfind("\n", 0, begin) + 1
+        stop = text.find("\n", begin)
+        line = text[start:] if stop < 0 else text[start:stop]
+        width = max(1, min(end, start + len(line)) - begin)
+        return f"  {line}\n  {' ' * (begin - start)}{'^' * width}"
+
 
 class Node:
     """One operation.
