@@ -8,7 +8,8 @@ import torch
 
 from cupyflash.ops.attention.score_text.capture import Capture
 from cupyflash.ops.attention.score_text.parse import parse
-from cupyflash.ops.attention.score_text.tree import Node
+from cupyflash.ops.attention.score_text.text import only_adds
+from cupyflash.ops.attention.score_text.tree import Node, TextError
 
 CPP_TYPES = {"float32": "float", "float16": "half_t", "int32": "int", "int64": "int64_t"}
 CPP_TYPES["bool"] = "bool"
@@ -25,6 +26,14 @@ class Text(NamedTuple):
     def mask_tree(self) -> Node:
         """What the plan asks whether sequences share the mask."""
         return parse(self.mask, self.captures, mask=True)
+
+    @property
+    def adds(self) -> bool:
+        """What the plan asks before it chooses a tile."""
+        try:
+            return only_adds(parse(self.score, self.captures, mask=False))
+        except TextError:  # C++ that is no text
+            return False
 
     def header(self, pass_: str) -> str:
         fields, size = [], 0

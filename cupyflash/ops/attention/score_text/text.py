@@ -42,7 +42,7 @@ class Text(NamedTuple):
     @property
     def adds(self) -> bool:
         """Whether the score is the product of q and k plus terms without it."""
-        return _adds(self.score_tree)
+        return only_adds(self.score_tree)
 
     @property
     def mask_tree(self) -> "Node | None":
@@ -63,13 +63,14 @@ def _parsed(text: str, captures: tuple[Capture, ...], mask: bool) -> "Node":
     return parse(text, captures, mask)
 
 
-def _adds(score: "Node") -> bool:
+def only_adds(score: "Node") -> bool:
+    """Whether a tree is the score plus terms without it."""
     if score.op == "name":
         return score.value == "score"
     if score.op not in ("+", "-") or len(score.args) != 2:
         return False
     first, second = score.args if score.op == "-" or score.args[0].of_score else score.args[::-1]
-    return not second.of_score and _adds(first)
+    return not second.of_score and only_adds(first)
 
 
 @functools.lru_cache(maxsize=1024)
