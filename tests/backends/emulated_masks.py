@@ -137,7 +137,7 @@ def check_boolean_bias(folder: Path) -> None:
     for number, (sequences, heads, passes) in enumerate(((1, 1, 2), (2, 1, 2), (2, 2, 0))):
         bias = seen[:sequences].repeat(1, heads, 1, 1)
         for deterministic in (number % 2 > 0,) if FEW else (False, True):
-            torch.use_deterministic_algorithms(deterministic)
+            torch.set_deterministic_debug_mode("error" if deterministic else "default")
             with emulator.hopper(folder) as launched, boolean_texts():
                 results = forward_backward(inputs, bias=bias)
             print(f"Boolean bias {tuple(bias.shape)}: {', '.join(launched)}")
@@ -146,7 +146,7 @@ def check_boolean_bias(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    torch.set_deterministic_debug_mode("error")  # then torch.empty() is filled with NaN
     check_tiles(Path(sys.argv[1]))
     for shared in (True, False):
         check_order(Path(sys.argv[1]), shared)

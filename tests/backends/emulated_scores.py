@@ -344,7 +344,7 @@ def unaligned(inputs: Inputs) -> Inputs:
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    torch.set_deterministic_debug_mode("error")  # then torch.empty() is filled with NaN
     for backend in sys.argv[2 : len(sys.argv) - FEW]:
         check_texts(Path(sys.argv[1]), backend)
         check_beside_options(Path(sys.argv[1]), backend)

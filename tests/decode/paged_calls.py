@@ -563,6 +563,6 @@ def run_emulated(folder: Path, part: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    torch.set_deterministic_debug_mode("error")  # then torch.empty() is filled with NaN
     for part in sys.argv[2:]:
         run_emulated(Path(sys.argv[1]), part)

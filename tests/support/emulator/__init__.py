@@ -162,7 +162,7 @@ def prepared(folder: Path, without: str = "") -> Path:
         if path.suffix in (".h", ".cpp"):
             _write(folder / path.name, path.read_text())
     if not (folder / "hardware.o").exists():
-        _compile(folder / "hardware.o", "-O2", "-c", "hardware.cpp")
+        _compile(folder / "hardware.o", "-O3", "-march=native", "-c", "hardware.cpp")
         _compile(folder / "cuda.h.gch", "-x", "c++-header", "cuda.h")
     for statement in dict.fromkeys(("", without)):
         _copy_sources(folder, statement)

@@ -529,12 +529,11 @@ float operand_at(bool bfloat16, unsigned long long descriptor, bool transposed, 
 // A sum of products as a tensor core rounds it: towards zero (python -m bench precision).
 float truncate(double sum) {
   const float nearest = float(sum);
-  return std::isfinite(nearest) && std::fabs(nearest) > std::fabs(sum)
-             ? std::nextafter(nearest, 0.f)
-             : nearest;
+  const bool beyond = std::isfinite(nearest) && std::fabs(nearest) > std::fabs(sum);
+  return __builtin_bit_cast(float, __builtin_bit_cast(unsigned, nearest) - beyond);
 }
 
-float operand_a[16][16], operand_b[256][16];  // of one product at a time: rows, or columns
+float operand_a[16][16], operand_b[16][256];  // of one product at a time: row and k, k and column
 
 // The operand A that the lanes have in registers.
 void set_a(int lane, Registers registers, bool bfloat16) {
@@ -544,18 +543,20 @@ void set_a(int lane, Registers registers, bool bfloat16) {
   }
 }
 
-// d = a b + (add ? d : 0) for 16 rows and as many columns, in eights, of a warp.
+// d = a b + (add ? d : 0) for 16 rows and as many columns, in eights, of a warp. The compiler makes
+// vectors of a row's columns, each of which is summed in the order of k.
 void multiply(const Fragment (&d)[WARP], int columns, bool add) {
-  for (int lane = 0; lane < WARP; ++lane) {
-    for (int n = 0; n < columns; ++n) {
-      for (int i = 0; i < 4; ++i) {
-        const float (&a)[16] = operand_a[lane / 4 + i / 2 * 8];
-        const float (&b)[16] = operand_b[n * 8 + lane % 4 * 2 + i % 2];
-        double sum = add ? d[lane][n][i] : 0.f;
-        for (int k = 0; k < 16; ++k) sum += double(a[k]) * b[k];
-        d[lane][n][i] = truncate(sum);
-      }
+  for (int row = 0; row < 16; ++row) {
+    const auto at = [&](int column) -> float& {
+      return d[row % 8 * 4 + column % 8 / 2][column / 8][row / 8 * 2 + column % 2];
+    };
+    double sums[256];
+    for (int n = 0; n < 8 * columns; ++n) sums[n] = add ? at(n) : 0.f;
+    for (int k = 0; k < 16; ++k) {
+      const double a = operand_a[row][k];
+      for (int n = 0; n < 8 * columns; ++n) sums[n] += a * operand_b[k][n];
     }
+    for (int n = 0; n < 8 * columns; ++n) at(n) = truncate(sums[n]);
   }
 }
 
@@ -573,7 +574,7 @@ void add_mma(Fragment d, Registers a, unsigned b0, unsigned b1, bool bfloat16) {
       d[lane] = lanes[lane]->d;
       set_a(lane, lanes[lane]->a, bfloat16);
       for (int i = 0; i < 4; ++i) {
-        operand_b[lane / 4][lane % 4 * 2 + i % 2 + i / 2 * 8] =
+        operand_b[lane % 4 * 2 + i % 2 + i / 2 * 8][lane / 4] =
             float_of(lanes[lane]->b[i / 2] >> i % 2 * 16, bfloat16);
       }
     }
@@ -607,7 +608,7 @@ void add_product(Fragment d, Registers a, const Wgmma& wgmma) {
           operand_a[row][k] = operand_at(of.bfloat16, of.a, of.trans_a, first_row + row, k);
         }
         for (int n = 0; n < 8 * of.columns; ++n) {
-          operand_b[n][k] = operand_at(of.bfloat16, of.b, of.trans_b, n, k);
+          operand_b[k][n] = operand_at(of.bfloat16, of.b, of.trans_b, n, k);
         }
       }
       for (int lane = 0; lane < WARP && product.a[0]; ++lane) {
