@@ -48,8 +48,8 @@ __device__ __forceinline__ float log2(float x) { return log2f(x); }
 __device__ __forceinline__ float log(float x) { return logf(x); }
 __device__ __forceinline__ float tanh(float x) { return TEXT_IS_EXACT ? tanhf(x) : tanh_exp2(x); }
 __device__ __forceinline__ float sigmoid(float x) { return divide(1.f, 1.f + exp(-x)); }
-// What the approximate root misses is added, so that roots of squares are whole. Of 0 and infinity
-// that is NaN, and nothing is missed.
+// The residual of the approximate root is added, so that the roots of squares are whole numbers.
+// For 0 and infinity the residual is NaN, and the approximate root is right already.
 __device__ __forceinline__ float sqrt(float x) {
   if (TEXT_IS_EXACT) return sqrtf(x);
   const float rough = sqrt_approx(x);
