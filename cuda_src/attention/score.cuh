@@ -21,7 +21,7 @@
 #include "mask.cuh"
 #include "softmax.cuh"
 #include "text/seen_scores.cuh"
-#include "text/tanh_of_four.cuh"
+#include "text/tanh.cuh"
 
 // The options that are fixed when a kernel is compiled. T is the dtype of q.
 //
@@ -50,9 +50,9 @@ struct ScoreOptions {
 constexpr bool UNMASKED = false;
 constexpr bool MASKED = true;
 
-// How a tanh of the score is computed: one by one, or four at a time (text/tanh_of_four.cuh). Then
+// How a tanh of the score is computed: one by one, or four at a time (text/tanh.cuh). Then
 // a NaN makes others NaN, too, or counts as infinity.
-enum class Tanhs { ONE_BY_ONE, BY_FOURS_OR_NAN, BY_FOURS_WITHOUT_NAN };
+enum class Tanhs { ONE_BY_ONE, BY_FOURS_OR_NAN, BY_FOURS_WITHOUT_NAN, SMALL_APART };
 
 // The rows of a fragment are queries in S and keys in its transpose.
 enum class Rows { QUERIES, KEYS };
@@ -174,6 +174,15 @@ struct Score {
   __device__ __forceinline__ void apply_softcap(float (&s)[N][4],
                                                 Tanhs tanhs = Tanhs::ONE_BY_ONE) const {
     if constexpr (Options::SOFTCAP) {
+      if (tanhs == Tanhs::SMALL_APART && text::SmallTanh::serves(s, inner)) {
+        const text::SmallTanh tanh(inner);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[n][i] = tanh(s[n][i]);
+        }
+        return;
+      }
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         if (tanhs != Tanhs::ONE_BY_ONE) {

@@ -10,7 +10,7 @@
 //
 // The kernels multiply dK and dQ by `scale`, and dV by 1 / (1 - p), at the end.
 #pragma once
-#include "score.cuh"
+#include "text/parts.cuh"
 
 // Turns S into the score, except for the mask, as Score::apply() does, and writes the slope at
 // every score to `slope`: d tanh(x) / dx with a softcap, the derivative of a text by scale * S, and
@@ -37,6 +37,40 @@ __device__ __forceinline__ void apply_score(float (&s)[N][4], float (&slope)[N][
         slope[n][i] = y.slope;
       });
   score.apply_position_terms(s, at, add_bias_tile, masked);
+}
+
+// apply_score() for a text in parts.
+template <class Options, class Params, Rows ROWS, int N, class AddBiasTile>
+__device__ __forceinline__ void apply_score_of_parts(float (&s)[N][4], float (&slope)[N][4],
+                                                     const Score<Options, Params>& score,
+                                                     const ScorePlace<ROWS>& at,
+                                                     const text::LaneParts<N>& lane_parts,
+                                                     AddBiasTile add_bias_tile, bool masked) {
+  text::for_each_with_parts(
+      s, lane_parts, score, at, masked,
+      [&](float& x, int n, int i, const text::Parts& parts, auto query, auto key) {
+        const text::Dual y = text::score_of_parts(text::Dual(score.inner * x, 1.f), parts, at.batch,
+                                                  at.head, query, key, score.params);
+        x = y.value;
+        slope[n][i] = y.slope;
+      });
+  score.apply_position_terms(s, at, add_bias_tile, masked);
+}
+
+// Multiplies a gradient by the slope of the score, where that depends on the parts alone.
+template <class Options, class Params, Rows ROWS, int N>
+__device__ __forceinline__ void apply_slope_of_parts(float (&gradient)[N][4],
+                                                     const Score<Options, Params>& score,
+                                                     const ScorePlace<ROWS>& at,
+                                                     const text::LaneParts<N>& lane_parts,
+                                                     bool masked) {
+  text::for_each_with_parts(
+      gradient, lane_parts, score, at, masked,
+      [&](float& x, int, int, const text::Parts& parts, auto query, auto key) {
+        x *= text::score_of_parts(text::Dual(0.f, 1.f), parts, at.batch, at.head, query, key,
+                                  score.params)
+                 .slope;
+      });
 }
 
 // Turns the score into P. With dropout, a dropped weight gets a negative sign (Dropped::NEGATIVE),

@@ -45,6 +45,15 @@ struct LinearTerm {
     return score * scale + (slope * scale * float(column) + (term[half] * scale - offset));
   }
 };
+// A product and a term that all scores of a warp have in common.
+struct CommonTerm {
+  float factor;
+  float term;
+
+  __device__ float scaled(float score, int, int, float scale, float offset) const {
+    return score * (factor * scale) + (term * scale - offset);
+  }
+};
 struct NoLinearTerm {
   __device__ float scaled(float score, int, int, float scale, float offset) const {
     return score * scale - offset;

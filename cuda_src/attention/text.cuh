@@ -39,6 +39,17 @@ constexpr bool HAS_USER_TANH = true;
 #else
 constexpr bool HAS_USER_TANH = false;
 #endif
+// The parts that many scores of a tile have in common, if score_of_parts() reads them in the place
+// of user_score() (text/parts.cuh). SHIFT: it adds only the part of the distance and what all
+// scores of a head have. SLOPE: its derivative by the score does not depend on the score.
+enum class TextParts { DISTANCE = 1, QUERY = 2, KEY = 4, SHIFT = 8, SLOPE = 16 };
+#ifdef USER_PARTS
+constexpr int TEXT_PARTS = USER_PARTS;
+#else
+constexpr int TEXT_PARTS = 0;
+#endif
+constexpr bool HAS_USER_PARTS = TEXT_PARTS != 0;
+constexpr bool has_part(TextParts part) { return TEXT_PARTS & int(part); }
 constexpr bool HAS_USER_MASK = USER_MASK;
 #ifdef USER_DROPOUT
 constexpr bool HAS_USER_DROPOUT = true;
@@ -66,6 +77,11 @@ __device__ N tanh_argument(N score, int batch, int head, int query, int key,
 template <class N, class Tanh>
 __device__ N score_of_tanh(N score, Tanh bounded, int batch, int head, int query, int key,
                            const Captures& captures);
+#endif
+#ifndef USER_PARTS
+template <class N, class Parts>
+__device__ N score_of_parts(N score, Parts parts, int batch, int head, int query, int key,
+                            const Captures& captures);
 #endif
 #if !USER_MASK
 __device__ bool user_mask(int batch, int head, int query, int key, const Captures& captures);

@@ -4,7 +4,6 @@
 #include "../../common/wg_gemm.cuh"
 #include "../../ptx/stmatrix.cuh"
 #include "../score_gradient.cuh"
-#include "../store_rows.cuh"
 #include "bias_tile.cuh"
 #include "bwd_layout.cuh"
 #include "stored_gradient.cuh"
@@ -13,6 +12,7 @@
 // because the compiler breaks a struct up into registers early only if it has no arrays.
 template <class Options, class L>
 struct BwdConsumer {
+  using Layout = L;
   using T = typename Options::T;
   using BlockTile = typename L::BlockTile;
   using TileKV = typename L::TileKV;
@@ -22,6 +22,7 @@ struct BwdConsumer {
   using Gradient = float[L::HEAD_DIM / 8][4];    // dK, dV
   using Seen = SeenScores<L::BLOCK_M / 8>;
   using Constants = ConstantsAhead<L>;
+  using OwnParts = text::OwnParts<L::HAS_PARTS ? L::BLOCK_M / 8 : 0>;
 
   const FlashBwdSm90Params& params;
   typename L::Shared& shared;
@@ -83,17 +84,21 @@ struct BwdConsumer {
     constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
     const float alibi_slope = load_alibi_slope<Options>(params.base, tile.batch, head);
     const int column = lane % 4 * 2;
-    const int key = tile.n_begin + key_row + lane / 4;
-    const int query = m_begin + column;
-    const ScorePlace<Rows::KEYS> at = {tile.sequence, tile.batch, head, alibi_slope,
-                                       &dropout_seed, key,        query};
+    const ScorePlace<Rows::KEYS> at = place_of(tile, head, m_begin, alibi_slope);
     float slope[BLOCK_M / 8][4];
     const auto add_bias = [&](Scores& s, float bias_scale) {
       bias_barriers[group].wait_full(bias_ring);
       add_bias_tile_transposed<typename L::TileBias, T>(s, L::bias_address(smem, group),
                                                         key_row % 64, bias_scale);
     };
-    apply_score(s, slope, score, at, add_bias, masked, Tanhs::BY_FOURS_WITHOUT_NAN);
+    // The polynomial spills at larger head dims.
+    constexpr Tanhs TANHS = L::HEAD_DIM <= 64 ? Tanhs::SMALL_APART : Tanhs::BY_FOURS_WITHOUT_NAN;
+    if constexpr (L::HAS_PARTS) {
+      apply_score_of_parts(s, slope, score, at, text::load_parts(shared.parts[key_row / 16], lane),
+                           add_bias, masked);
+    } else {
+      apply_score(s, slope, score, at, add_bias, masked, TANHS);
+    }
     if (masked) {
       score.apply_seen(s, seen);
       if (!HAS_MASK_TILES || uniform(tile.m_range.needs_mask(m_begin / BLOCK_M)))
@@ -106,8 +111,9 @@ struct BwdConsumer {
     wg_pack<T>(p, kept_weights<Options>(kept, s));
     // P is multiplied by the slope of the score early, which frees the registers of the slope.
     // The gradient of the bias needs P without it, and so does dropout, which marks P by a sign,
-    // where the slope may be negative.
-    constexpr bool EARLY = !HAS_DBIAS && !(Options::DROPOUT && HAS_USER_SCORE);
+    // where the slope may be negative. A slope of parts alone waits in shared memory.
+    constexpr bool SLOPE_OF_PARTS = L::HAS_PARTS && has_part(TextParts::SLOPE);
+    constexpr bool EARLY = !HAS_DBIAS && !(Options::DROPOUT && HAS_USER_SCORE) && !SLOPE_OF_PARTS;
     if constexpr (EARLY) apply_slope<Options>(s, slope);
 
     wgmma_wait<0>();
@@ -116,7 +122,12 @@ struct BwdConsumer {
       return constant_of<L>(delta, shared.delta[place.stage], n, i, column);
     });
     if constexpr (HAS_DBIAS) add_bias_gradient<Options>(dp, params.base, at);
-    if constexpr (!EARLY) apply_slope<Options>(dp, slope);
+    if constexpr (SLOPE_OF_PARTS) {
+      apply_slope_of_parts(dp, score, at.again(),
+                           text::load_parts(shared.parts[key_row / 16], opaque(lane)), masked);
+    } else if constexpr (!EARLY) {
+      apply_slope<Options>(dp, slope);
+    }
     wg_pack<T>(ds, dp);
     const uint32_t ds_stage = ds_address(place);
 #pragma unroll
@@ -154,7 +165,7 @@ struct BwdConsumer {
     wgmma_wait<1>();  // dQ is complete; dK may still run
     pin(dq);
     if constexpr (L::WHOLE_HEADS) {
-      finish_dq(dq, tile, head, m_begin);
+      finish_dq(*this, dq, tile, head, m_begin);
       return;
     }
     hand_over_dq(dq);
@@ -173,6 +184,8 @@ struct BwdConsumer {
   // Walks over the query tiles of a head. Those on either edge of a window need the mask.
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                         int head) {
+    OwnParts own_parts;
+    begin_parts(own_parts, tile, head);
     if constexpr (HAS_MASK_TILES) {
 #pragma unroll 1
       for (int m = uniform(tile.first_m()); tile.is_m(m);) {
@@ -181,12 +194,13 @@ struct BwdConsumer {
         const bool masked = uniform(run.masked);
 #pragma unroll 1
         for (m = uniform(run.last); m >= begin; --m)
-          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, masked);
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts, masked);
       }
     } else if constexpr (L::WALKS_UP) {
 #pragma unroll 1
       for (int m = uniform(tile.m_range.begin); m < uniform(tile.m_range.end); ++m)
-        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, uniform(tile.m_range.needs_mask(m)));
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts,
+             uniform(tile.m_range.needs_mask(m)));
     } else {
       const int m_begin = uniform(tile.m_range.begin);
       const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
@@ -195,15 +209,16 @@ struct BwdConsumer {
       for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
 #pragma unroll 1
         for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m)
-          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, MASKED);
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts, MASKED);
 #pragma unroll 1
-        for (; m >= inner_begin; --m) step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, UNMASKED);
+        for (; m >= inner_begin; --m)
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts, UNMASKED);
       }
     }
   }
 
   __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
-                                       int head, int m_begin, bool masked) {
+                                       int head, int m_begin, OwnParts& own_parts, bool masked) {
     Scores s, dp;
     Constants lse_log2, delta;
     Operand p, ds;
@@ -222,6 +237,7 @@ struct BwdConsumer {
     }
     issue_s(s, ring);
     issue_dp(dp, ring);
+    next_parts(own_parts, tile, head, m_begin);
     wgmma_wait<1>();
     pin(s);
     make_p_and_ds(p, ds, s, dp, lse_log2, delta, seen, tile, head, m_begin, ring, masked);
@@ -264,7 +280,43 @@ struct BwdConsumer {
     ring.advance();
   }
 
+  // The address of eight columns of this warpgroup's part of dQ.
+  __device__ uint32_t dq_address(int octet) const {
+    return smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + octet) * sizeof(float);
+  }
+
  private:
+  // Computes the parts of a text for the keys and for the first query tile of a head.
+  __device__ __forceinline__ void begin_parts(OwnParts& own, const BlockTile& tile, int head) {
+    if constexpr (L::HAS_PARTS) {
+      const int m = uniform(L::WALKS_UP ? tile.m_range.begin : tile.m_range.end - 1);
+      if (m < uniform(tile.m_range.begin)) return;
+      const float no_alibi = 0.f;
+      const auto at = place_of(tile, head, m * L::BLOCK_M, no_alibi);
+      text::set_rows(shared.parts[key_row / 16], at, params.base);
+      text::compute_parts(own, at, params.base);
+    }
+  }
+
+  // Shares the parts of a query tile, and computes those of the next one: their loads have a step.
+  __device__ __forceinline__ void next_parts(OwnParts& own, const BwdTile& tile, int head,
+                                             int m_begin) {
+    if constexpr (L::HAS_PARTS) {
+      text::share_parts<Rows::KEYS>(shared.parts[key_row / 16], own);
+      const int m = m_begin / L::BLOCK_M + (L::WALKS_UP ? 1 : -1);
+      if (m < uniform(tile.m_range.begin) || m >= uniform(tile.m_range.end)) return;
+      const float no_alibi = 0.f;
+      text::compute_parts(own, place_of(tile, head, m * L::BLOCK_M, no_alibi), params.base);
+    }
+  }
+
+  // The place of a lane's scores of a query tile.
+  __device__ ScorePlace<Rows::KEYS> place_of(const BwdTile& tile, const int& head, int m_begin,
+                                             const float& alibi_slope) const {
+    const int key = tile.n_begin + key_row + lane / 4, query = m_begin + lane % 4 * 2;
+    return {tile.sequence, tile.batch, head, alibi_slope, &dropout_seed, key, query};
+  }
+
   __device__ uint32_t q_address(const Ring<L::STAGES>& at) const {
     return smem + L::Q_OFFSET + uniform(at.stage) * TileQ::BYTES;
   }
@@ -273,11 +325,6 @@ struct BwdConsumer {
   }
   __device__ uint32_t ds_address(const Ring<L::STAGES>& at) const {
     return smem + L::DS_OFFSET + uniform(at.stage) * L::TileS::BYTES;
-  }
-
-  // The address of eight columns of this warpgroup's part of dQ.
-  __device__ uint32_t dq_address(int octet) const {
-    return smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + octet) * sizeof(float);
   }
 
   // Makes P and dS of a tile whose S is in flight.
@@ -296,55 +343,8 @@ struct BwdConsumer {
     // The copy engine has read the last dQ when the reducer arrives here.
     named_barrier_sync(dq_empty(group), DQ_THREADS);
 #pragma unroll
-    for (int n = 0; n < L::DQ_COLS / 8; ++n) {
-      st_shared_128(dq_address(n), dq[n]);
-    }
+    for (int n = 0; n < L::DQ_COLS / 8; ++n) st_shared_128(dq_address(n), dq[n]);
     fence_async_proxy();  // dQ becomes visible to the copy engine
     named_barrier_arrive(dq_full(group), DQ_THREADS);
-  }
-
-  // Takes the place of hand_over_dq() where a block takes whole heads. The reducer adds the part to
-  // the sum, until the last keys come: then it has fetched the sum into the buffer, this adds it to
-  // the part, and writes dq.
-  __device__ __forceinline__ void finish_dq(float (&dq)[L::DQ_COLS / 8][4], const BlockTile& tile,
-                                            int head, int m_begin) {
-    const bool completes = uniform(tile.completes_dq(m_begin + L::BLOCK_M));
-    if (!completes || !uniform(tile.begins_dq())) {
-      dq_barriers[group].wait_full(dq_ring);
-      dq_ring.advance();
-      const uint32_t address = opaque(dq_address(0));
-      if (completes) {
-        uint32_t loaded = 0;
-#pragma unroll
-        for (int n = 0; n < L::DQ_COLS / 8; ++n) {
-          const uint4 earlier = ld_shared_128(address + n * WARPGROUP * sizeof(uint4));
-          dq[n][0] += __uint_as_float(earlier.x);
-          dq[n][1] += __uint_as_float(earlier.y);
-          dq[n][2] += __uint_as_float(earlier.z);
-          dq[n][3] += __uint_as_float(earlier.w);
-          loaded |= earlier.x;
-        }
-        wait_for_loads(loaded);
-      } else {
-#pragma unroll
-        for (int n = 0; n < L::DQ_COLS / 8; ++n)
-          st_shared_128(address + n * WARPGROUP * sizeof(uint4), dq[n]);
-        fence_async_proxy();  // dQ becomes visible to the copy engine
-      }
-      dq_barriers[group].release_by_thread(0);
-    }
-    if (!completes) return;
-    const FlashBwdParams& base = params.base;
-#pragma unroll
-    for (int n = 0; n < L::DQ_COLS / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) dq[n][i] *= base.shape.scale;
-    }
-    const int warp_row = (fresh_thread_index() - WARPGROUP) / 32 * 16;
-    const int row = m_begin + (L::SPLIT_ROWS ? warp_row : warp_row % 64);
-    const int column = L::SPLIT_ROWS ? 0 : group * L::DQ_COLS;
-    store_rows(
-        static_cast<T*>(base.dq) + base.dq_strides.at(tile.batch, row, opaque(head)) + column,
-        base.dq_strides.row, dq, tile.sequence.seqlen_q - row, base.shape.head_dim - column);
   }
 };

@@ -1,6 +1,7 @@
-// Blocks of flash_bwd_sm90.cu that take whole heads: the record of a tile, the scheduler, and the
-// place of dQ.
+// Blocks of flash_bwd_sm90.cu that take whole heads: the record of a tile, the scheduler, and what
+// becomes of dQ.
 #pragma once
+#include "../store_rows.cuh"
 #include "bwd_block.cuh"
 
 // The tile of a block that takes the key tiles of a head one after the other, the first keys first.
@@ -57,4 +58,50 @@ __device__ __forceinline__ int accum_rows_of_head(const AttentionShape& shape) {
 __device__ __forceinline__ int64_t own_accum_row(const AttentionShape& shape) {
   const int heads = ceil_div(shape.heads_q / shape.heads_kv, shape.group_shares);
   return int64_t(blockIdx.x) * heads * accum_rows_of_head(shape);
+}
+
+// What a consumer (BwdConsumer) does with its part of dQ. The reducer adds the part to the sum,
+// until the last keys come: then it has fetched the sum into the buffer, this adds it to the part,
+// and writes dq.
+template <class C, int N>
+__device__ __forceinline__ void finish_dq(C& consumer, float (&dq)[N][4], const BwdHeadTile& tile,
+                                          int head, int m_begin) {
+  using L = typename C::Layout;
+  const bool completes = uniform(tile.completes_dq(m_begin + L::BLOCK_M));
+  if (!completes || !uniform(tile.begins_dq())) {
+    consumer.dq_barriers[consumer.group].wait_full(consumer.dq_ring);
+    consumer.dq_ring.advance();
+    const uint32_t address = opaque(consumer.dq_address(0));
+    if (completes) {
+      uint32_t loaded = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const uint4 earlier = ld_shared_128(address + n * WARPGROUP * sizeof(uint4));
+        dq[n][0] += __uint_as_float(earlier.x);
+        dq[n][1] += __uint_as_float(earlier.y);
+        dq[n][2] += __uint_as_float(earlier.z);
+        dq[n][3] += __uint_as_float(earlier.w);
+        loaded |= earlier.x;
+      }
+      wait_for_loads(loaded);
+    } else {
+#pragma unroll
+      for (int n = 0; n < N; ++n) st_shared_128(address + n * WARPGROUP * sizeof(uint4), dq[n]);
+      fence_async_proxy();  // dQ becomes visible to the copy engine
+    }
+    consumer.dq_barriers[consumer.group].release_by_thread(0);
+  }
+  if (!completes) return;
+  const FlashBwdParams& base = consumer.params.base;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) dq[n][i] *= base.shape.scale;
+  }
+  const int warp_row = (fresh_thread_index() - WARPGROUP) / 32 * 16;
+  const int row = m_begin + (L::SPLIT_ROWS ? warp_row : warp_row % 64);
+  const int column = L::SPLIT_ROWS ? 0 : consumer.group * L::DQ_COLS;
+  store_rows(static_cast<typename C::T*>(base.dq) +
+                 base.dq_strides.at(tile.batch, row, opaque(head)) + column,
+             base.dq_strides.row, dq, tile.sequence.seqlen_q - row, base.shape.head_dim - column);
 }

@@ -2,7 +2,7 @@
 // warps.
 #pragma once
 #include "../../common/smem_tile.cuh"
-#include "../score.cuh"
+#include "../text/parts.cuh"
 #include "bwd_heads.cuh"
 
 // The consumers meet at DS_WRITTEN when all have written their part of dS. DQ_EMPTY and DQ_FULL say
@@ -32,13 +32,16 @@ struct BwdLayout {
   static constexpr bool WALKS_UP = WALKS_UP_;
   static constexpr bool WHOLE_HEADS = WHOLE_HEADS_;
   using BlockTile = typename Choose<WHOLE_HEADS, BwdHeadTile, BwdWalkingTile<WALKS_UP>>::Type;
-  using Shared = BwdShared<BlockTile, BLOCK_M_, STAGES_>;
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int BLOCK_M = BLOCK_M_;
   static constexpr int BLOCK_N = BLOCK_N_;
   static constexpr int STAGES = STAGES_;
   static constexpr int GROUPS = BLOCK_N / 64;  // consumer warpgroups
   static constexpr int CONSUMERS = GROUPS * WARPGROUP;
+  // Whether scores read parts of a text from shared memory (text/parts.cuh).
+  static constexpr bool HAS_PARTS = HAS_USER_PARTS && !HAS_MASK_TILES;
+  using Shared = typename text::PartsOfWarps<HAS_PARTS, BLOCK_M / 8, CONSUMERS / 32,
+                                             BwdShared<BlockTile, BLOCK_M, STAGES>>::Type;
   using TileKV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;
   using TileQ = SmemTile<BLOCK_M, tile_columns(HEAD_DIM)>;
   using TileS = SmemTile<BLOCK_M, BLOCK_N>;

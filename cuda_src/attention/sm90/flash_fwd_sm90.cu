@@ -32,9 +32,10 @@
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer.cuh).
 //
-// Shared memory holds Q_STAGES buffers of Q, KV_STAGES of K and of V, and with a bias by TMA a ring
-// of its tiles for each consumer warpgroup. A finished O is written over the Q of its tile, from
-// where TMA stores it.
+// Shared memory holds Q_STAGES buffers of Q, KV_STAGES of K and of V, with a bias by TMA a ring of
+// its tiles for each consumer warpgroup, and for each consumer warp the parts of a text that its
+// scores share (text/parts.cuh). A finished O is written over the Q of its tile, from where TMA
+// stores it.
 //
 // Overlap. Three things keep the tensor cores busy while a warpgroup computes its softmax:
 //   within a warpgroup  S(n - 1) = Q K(n - 1)^T and O += P(n) V(n) are issued together, and the
@@ -77,7 +78,10 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
-  score_and_softmax(consumer, s, state, consumer.load_seen(seen_by_text), consumer.is_masked(),
+  const bool masked = consumer.is_masked();
+  consumer.begin_parts();
+  const text::CommonShift shift = consumer.compute_parts();
+  score_and_softmax(consumer, s, state, consumer.load_seen(seen_by_text), shift, masked,
                     AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
@@ -97,10 +101,11 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
   consumer.issue_pv(acc_o, p, v_ring);
   consumer.end_products();
+  const text::CommonShift shift = consumer.compute_parts();
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
   const bool at_old_max = C::ONE_LOOP || (masked ? C::KEEPS_MASKED_MAX : C::KEEPS_MAX);
-  score_and_softmax(consumer, s, state, seen, masked, at_old_max);
+  score_and_softmax(consumer, s, state, seen, shift, masked, at_old_max);
   wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);

@@ -8,12 +8,12 @@
 #include "../block_info.cuh"
 #include "../params.cuh"
 #include "../tensor_rows.cuh"
+#include "../text/parts.cuh"
 #include "../tile_order.cuh"
 #include "bias_tile.cuh"
 
 // The barriers at which the consumer warpgroups wait for each other, one for each.
 enum class NamedBarrier { ORDER_OF_GROUP_0 = 1, ORDER_OF_GROUP_1, ORDER_OF_GROUP_2 };
-
 __device__ __forceinline__ NamedBarrier order_of_group(int group) {
   return static_cast<NamedBarrier>(static_cast<int>(NamedBarrier::ORDER_OF_GROUP_0) + group);
 }
@@ -105,8 +105,7 @@ struct TurnedFwdTile : EveryFwdTile {
 };
 
 // The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has a
-// ring for each consumer warpgroup, or where there is no room only one tile, which the warpgroup
-// releases early enough in a step for the next one to be loaded.
+// ring for each consumer warpgroup, or where there is no room one tile, which is released early.
 template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_,
           BiasKind BIAS, bool FROM_DIAGONAL_>
 struct FwdLayout {
@@ -127,13 +126,15 @@ struct FwdLayout {
   using TileV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM_V)>;
   using TileO = SmemTile<BLOCK_M, tile_columns(HEAD_DIM_V)>;  // in the place of Q
   static constexpr bool HAS_BIAS = is_by_tma(BIAS);
+  static constexpr bool HAS_PARTS = HAS_USER_PARTS && !HAS_MASK_TILES && !HAS_BIAS;
+  using Parts = text::PartsOfWarps<HAS_PARTS, BLOCK_N / 8, GROUPS * 4>;
   static constexpr int BIAS_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // of each warpgroup
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
   static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileK::BYTES;
   static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileV::BYTES;
-  static constexpr int BYTES =
-      BIAS_OFFSET + (HAS_BIAS ? GROUPS * BIAS_STAGES * TileBias::BYTES : 0);
+  static constexpr int BIAS_BYTES = HAS_BIAS ? GROUPS * BIAS_STAGES * TileBias::BYTES : 0;
+  static constexpr int BYTES = BIAS_OFFSET + BIAS_BYTES;
 
   // The address of 64 rows of a column block of Q, or of the O that takes its place.
   __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {
@@ -150,7 +151,7 @@ constexpr int FWD_TILE_RECORDS = 4;
 
 // The barriers of a block and the records of its tiles, in static shared memory.
 template <class L>
-struct FwdShared {
+struct FwdShared : L::Parts::Type {
   RingBarriers<L::Q_STAGES> q[L::GROUPS];  // only `full` is used
   RingBarriers<L::KV_STAGES> k;
   RingBarriers<L::KV_STAGES> v;

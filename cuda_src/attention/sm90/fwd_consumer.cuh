@@ -120,6 +120,39 @@ struct FwdConsumer {
     return {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, scores};
   }
 
+  // The place of this lane's scores of the key tile.
+  __device__ __forceinline__ ScorePlace<Rows::QUERIES> place_of(const float& alibi_slope) const {
+    const int row = tile->m_begin + warp_row + lane / 4;
+    const int col = key_tile() * L::BLOCK_N + lane % 4 * 2;
+    return {tile->sequence, tile->batch, tile->head, alibi_slope, &dropout_seed, row, col};
+  }
+
+  // ---- parts of a text, which the scores of a tile have in common (text/parts.cuh) ----
+
+  __device__ __forceinline__ auto& shared_parts() const {
+    return shared.parts[threadIdx.x / 32 - 4];
+  }
+
+  // Computes the parts of the queries.
+  __device__ __forceinline__ void begin_parts() const {
+    if constexpr (L::HAS_PARTS) {
+      const float no_alibi = 0.f;
+      text::set_rows(shared_parts(), place_of(no_alibi), params.base);
+    }
+  }
+
+  // Computes those of the key tile, while its S is in flight.
+  __device__ __forceinline__ text::CommonShift compute_parts() const {
+    if constexpr (L::HAS_PARTS) {
+      const float no_alibi = 0.f;
+      text::OwnParts<L::BLOCK_N / 8> own;
+      text::compute_parts(own, place_of(no_alibi), params.base);
+      return text::share_parts<Rows::QUERIES>(shared_parts(), own);
+    } else {
+      return {};
+    }
+  }
+
   // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
   // in most rows by then: that saves a fifth of the instructions of a step, and the exponentials
   // need not wait for a maximum. A step that finds weights from this limit on, which is above every
@@ -133,6 +166,12 @@ struct FwdConsumer {
   // With the text of a score, one loop takes all tiles: each copy of its code takes NVRTC a second.
   // With the mask of a text, which leaves fewer tiles to each loop, that is 2 % slower.
   static constexpr bool ONE_LOOP = HAS_USER_SCORE && !HAS_MASK_TILES && !L::HAS_BIAS;
+  // Whether a tile far below the cap takes its tanh by a polynomial.
+  static constexpr bool HAS_SMALL_TANH =
+      Options::SOFTCAP && !Options::ALIBI && Options::BIAS == BiasKind::NONE && !HAS_USER_MASK;
+  // Whether one number may be the part of all scores of a tile.
+  static constexpr bool HAS_SHIFT = L::HAS_PARTS && has_part(TextParts::SHIFT) &&
+                                    Options::BIAS == BiasKind::NONE && !HAS_USER_MASK;
   static constexpr float WEIGHT_LIMIT = T::IS_BFLOAT16 ? 0x1p40f : 0x1p15f;
 
   // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would

@@ -56,8 +56,12 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
     if (masked) score.apply_seen(s, seen.scores);
     if (masked && !(HAS_MASK_TILES && consumer.is_inside())) score.apply_mask(s, at);
   };
-  score.apply(s, at, add_bias, masked, at_old_max);
-  apply_masks();
+  const bool small =
+      C::HAS_SMALL_TANH && at_old_max && !masked && text::SmallTanh::serves(s, score.inner);
+  if (!small) {
+    score.apply(s, at, add_bias, masked, at_old_max);
+    apply_masks();
+  }
   const auto scores_read = [&] {
     // The loads of the bias must have returned before the arrival that gives its tile back. Here
     // they have, because all scores have been read, so that this wait costs nothing.
@@ -80,8 +84,12 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
     }
   }();
   if (at_old_max) {
-    const auto line = score.line(at);  // ALiBi, which becomes a part of the exponentials
-    if (!state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, order, line)) {
+    const auto update = [&](auto term) {
+      return state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, order, term);
+    };
+    // ALiBi and a small tanh become parts of the exponentials.
+    const text::SmallTanh tanh(score.inner, score.scale_log2);
+    if (!(small ? update(tanh) : update(score.line(at)))) {
       compute_s_again(consumer, s);
       score.apply(s, at.again(), add_bias, masked);
       apply_masks();
@@ -96,26 +104,67 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
   }
 }
 
+// Turns S into the score by the parts of a text, except for the mask of the call.
+template <class C>
+__device__ __forceinline__ void apply_parts(C& consumer, typename C::Scores& s,
+                                            const QueryPlace& at, bool masked) {
+  const auto& score = consumer.score;
+  text::for_each_with_parts(
+      s, text::load_parts(consumer.shared_parts(), threadIdx.x % 32), score, at, masked,
+      [&](float& x, int, int, const text::Parts& parts, auto query, auto key) {
+        x = text::score_of_parts(text::Scaled(x, score.inner), parts, at.batch, at.head, query, key,
+                                 score.params);
+      });
+  score.apply_position_terms(s, at, NoBiasTile(), masked);
+}
+
+// Turns S into the score in an inner tile, but for the term that it returns.
+template <class C>
+__device__ __forceinline__ auto apply_inner_score(C& consumer, typename C::Scores& s,
+                                                  const QueryPlace& at,
+                                                  const text::CommonShift& shift) {
+  const auto& score = consumer.score;
+  if constexpr (!C::Layout::HAS_PARTS) {
+    constexpr bool at_old_max = true;
+    score.apply(s, at, NoBiasTile(), UNMASKED, at_old_max);
+    return score.line(at);
+  } else {
+    CommonTerm term = {1.f, 0.f};
+    if (C::HAS_SHIFT && shift.exists) {
+      const text::Parts same = {shift.part, 0.f, 0.f};
+      term = {score.inner, text::score_of_parts(text::Scaled(0.f), same, at.batch, at.head, at.row,
+                                                at.col, score.params)};
+    } else {
+      apply_parts(consumer, s, at, UNMASKED);
+    }
+    return term;
+  }
+}
+
 // Turns S into weights where one loop has tiles of both kinds. Those that need a new maximum, for
 // their mask or because the old one did not serve, share the code.
 template <class C>
 __device__ __forceinline__ void weigh_either(C& consumer, typename C::Scores& s, RowState& state,
-                                             const QueryPlace& at, bool masked, bool at_old_max) {
+                                             const QueryPlace& at, const text::CommonShift& shift,
+                                             bool masked, bool at_old_max) {
   const auto& score = consumer.score;
   auto& keys = consumer.shared.k;
   at_old_max = at_old_max && !masked;
   if (!at_old_max) keys.release(consumer.kv_ring.stage);
   bool is_done = false;
   if (at_old_max) {
-    score.apply(s, at, NoBiasTile(), UNMASKED, at_old_max);
-    const auto line = score.line(at);
-    is_done = state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, NoOrder(), line);
+    const auto term = apply_inner_score(consumer, s, at, shift);
+    is_done = state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, NoOrder(), term);
     if (!is_done) compute_s_again(consumer, s);
     keys.release(consumer.kv_ring.stage);
   }
   if (!is_done) {
     const QueryPlace again = at.again();
-    score.apply(s, again);
+    if constexpr (C::Layout::HAS_PARTS) {
+      apply_parts(consumer, s, again, MASKED);
+    } else {
+      score.apply(s, again);
+    }
     score.apply_mask(s, again);
     state.template update<C::Options::SOFTCAP>(s, score.scale_log2);
   }
@@ -127,16 +176,14 @@ __device__ __forceinline__ void weigh_either(C& consumer, typename C::Scores& s,
 template <class C>
 __device__ __forceinline__ void score_and_softmax(C& consumer, typename C::Scores& s,
                                                   RowState& state, const typename C::Seen& seen,
-                                                  bool masked, bool at_old_max) {
+                                                  const text::CommonShift& shift, bool masked,
+                                                  bool at_old_max) {
   const auto& tile = *consumer.tile;
-  const int row = tile.m_begin + consumer.warp_row + consumer.lane / 4;
-  const int col = consumer.key_tile() * C::Layout::BLOCK_N + consumer.lane % 4 * 2;
   const float alibi_slope =
       load_alibi_slope<typename C::Options>(consumer.params.base, tile.batch, tile.head);
-  const QueryPlace at = {tile.sequence,          tile.batch, tile.head, alibi_slope,
-                         &consumer.dropout_seed, row,        col};
+  const QueryPlace at = consumer.place_of(alibi_slope);
   if constexpr (C::ONE_LOOP) {
-    weigh_either(consumer, s, state, at, masked, at_old_max);
+    weigh_either(consumer, s, state, at, shift, masked, at_old_max);
   } else {
     weigh(consumer, s, state, at, seen, masked, at_old_max);
   }

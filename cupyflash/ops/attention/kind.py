@@ -85,8 +85,8 @@ class Features(NamedTuple):
 
     @property
     def bends_scores(self) -> bool:
-        """Whether the text has a score with a slope of its own: not one that only adds terms."""
-        return bool(self.text and self.text.score and not self.text.adds)
+        """Whether the text has a score with a slope of its own, or with parts that scores share."""
+        return bool(self.text and self.text.score and (not self.text.adds or self.text.has_parts))
 
     @property
     def changes_scores(self) -> bool:

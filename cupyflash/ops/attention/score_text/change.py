@@ -15,3 +15,15 @@ def changed(tree: Node, change: Callable[[Node], Node]) -> Node:
         return copies[id(x)]
 
     return copy(tree)
+
+
+def replaced(tree: Node, others: dict[int, Node]) -> Node:
+    """A copy of the tree with other nodes in the place of those with these ids."""
+    copies = dict(others)
+
+    def copy(x: Node) -> Node:
+        if id(x) not in copies:
+            copies[id(x)] = Node(x.op, x.kind, [copy(y) for y in x.args], x.value)
+        return copies[id(x)]
+
+    return copy(tree)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .capture import FIRST_HEAD, HEADS, KEY, PIECES, QUERY, SEQUENCE, Capture
 
 if TYPE_CHECKING:  # the modules of texts are imported when a call has one
+    from .parts import Parts
     from .tree import Node
 
 CPP_TYPES = {
@@ -45,6 +46,11 @@ class Text(NamedTuple):
         return only_adds(self.score_tree)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether the backward of Hopper computes parts of the score once for many scores."""
+        return bool(self.score) and _in_parts(self, "bwd") is not None
+
+    @property
     def mask_tree(self) -> "Node | None":
         return _parsed(self.mask, self.captures, True) if self.mask else None
 
@@ -75,7 +81,7 @@ def only_adds(score: "Node") -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _header(text: Text, pass_: str) -> str:
-    from .tanh import taken_out
+    from . import tanh
 
     if pass_ not in ("fwd", "bwd"):
         raise ValueError(f"header: the pass must be 'fwd' or 'bwd', got {pass_!r}")
@@ -87,11 +93,13 @@ def _header(text: Text, pass_: str) -> str:
     if size % RECORD:
         fields.append(f"  uint8_t padding[{RECORD - size % RECORD}];")
     tree = text.score_tree
-    tanh = None if tree is None else taken_out(tree)
+    bounded = None if tree is None else tanh.taken_out(tree)
+    divided = _in_parts(text, pass_)
     lines = [
         f"#define USER_SCORE {str(bool(text.score)).lower()}",
         f"#define USER_MASK {str(bool(text.mask)).lower()}",
-        *["#define USER_TANH"] * (tanh is not None),
+        *["#define USER_TANH"] * (bounded is not None),
+        *_part_macros(divided),
         *["#define USER_DROPOUT"] * text.drops,
         '#include "attention/text.cuh"',
         "struct Captures {",
@@ -101,15 +109,36 @@ def _header(text: Text, pass_: str) -> str:
     ]
     if tree is not None:
         lines += _function(tree, "user_score", "N", {"score": "N"}, text.score)
-    if tanh is not None:
+    if bounded is not None:
         numbers = {"score": "N", "bounded": "Tanh"}
-        lines += _function(tanh[0], "tanh_argument", "N", {"score": "N"}, text.score)
-        lines += _function(tanh[1], "score_of_tanh", "N", numbers, text.score)
+        lines += _function(bounded[0], "tanh_argument", "N", {"score": "N"}, text.score)
+        lines += _function(bounded[1], "score_of_tanh", "N", numbers, text.score)
+    if divided is not None:
+        numbers = {"score": "N", "parts": "Parts"}
+        for variable, part in divided.by_variable.items():
+            lines += _function(part, f"part_of_{variable}", "float", {}, text.score)
+        lines += _function(divided.rest, "score_of_parts", "N", numbers, text.score)
     if text.mask_tree is not None:
         lines += _function(text.mask_tree, "user_mask", "bool", {}, text.mask)
     if text.drops:
         lines += _first_weight()
     return "\n".join([*lines, "}  // namespace text", ""])
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_parts(text: Text, pass_: str) -> "Parts | None":
+    from . import parts, tanh
+
+    tree = text.score_tree
+    return None if tree is None or tanh.taken_out(tree) else parts.taken_out(tree, pass_)
+
+
+def _part_macros(divided: "Parts | None") -> list[str]:
+    if divided is None:
+        return []
+    words = [x.upper() for x in divided.by_variable] + ["SHIFT"] * divided.shifts
+    words += ["SLOPE"] * divided.is_linear
+    return [f"#define USER_PARTS ({' | '.join(f'int(TextParts::{x})' for x in words)})"]
 
 
 def _first_weight() -> list[str]:

@@ -62,6 +62,9 @@ FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # A bias that TMA loads lies in shared memory instead of registers, so the low tiles serve it. Pair
 # biases of small heads are faster on 192 queries, unless these have more padding or a mask.
 FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
+# Those of a text that is a score, from the fastest on: most leave registers enough. Where there are
+# none here, and with a mask or an option beside it, it has the low tiles.
+FORWARD_TILES_TEXT = {64: ((192, 128, 2, 3), (192, 112, 2, 3))}
 # The rows of keys of the last tile that is tried for a text, which may need many registers.
 TEXT_KEYS = 64
 # One tile holds all keys where there are as few as the tokens of a text (77).
@@ -169,7 +172,9 @@ def text_tiles(kind: Kind) -> tuple[Tile, ...]:
     """The tiles that a kernel with a text may have: the built-in one, then smaller ones."""
     padded, built_in = _built_in(kind)
     block_m, _, *stages = FORWARD_TILES_BIAS[padded]
-    tiles = (built_in, FORWARD_TILES_BIAS[padded], (block_m, TEXT_KEYS, *stages))
+    wide = FORWARD_TILES_TEXT.get(padded, ())
+    tiles = (built_in, *wide[1:], FORWARD_TILES_LOW[padded]) if built_in in wide else (built_in,)
+    tiles += (FORWARD_TILES_BIAS[padded], (block_m, TEXT_KEYS, *stages))
     return tuple(dict.fromkeys(tiles))
 
 
@@ -200,6 +205,8 @@ def _forward_tile(padded: int, features: Features) -> Tile:
         several = features.dropout or (features.softcap and (features.alibi or bias))
         several = several or features.text
         tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
+        if features.writes_scores and not (features.text.mask or any(switches) or masked or fits):
+            tile = FORWARD_TILES_TEXT.get(padded, (tile,))[0]
     elif masked or fits:
         tile = FORWARD_TILES_LOW[padded]
     if features.few_keys and not any(switches) and not features.text:
