@@ -56,6 +56,27 @@ def test_softcap(target, softcap):
     assert abs(found - wanted).max() < 2.0**-11 * abs(exact[2]).max() * 2
 
 
+@each_library()
+@pytest.mark.parametrize("factor", [1e-7, 2e-5, 1e-3, 1.0, 1e5])
+@pytest.mark.parametrize("spread", [0.08, 0.2, 0.5])
+def test_softcap_of_small_scores(target, factor, spread):
+    """tanh(factor * q k^T) on both sides of 0.4, up to which Hopper has a polynomial."""
+    softcap, rng = 50.0, numpy.random.default_rng(9)
+    values = rng.standard_normal((3, 1, 700, 1, 64))
+    size = (spread / factor / 8) ** 0.5
+    q, k, v = (target.array(x, "float16") for x in (size * values[0], size * values[1], values[2]))
+    exact = [to_float64(x)[0, :, 0] for x in (q, k, v)]
+    scores = softcap * numpy.tanh(factor * exact[0] @ exact[1].T)
+    weights = numpy.exp(scores - scores.max(-1, keepdims=True))
+    wanted = weights @ exact[2] / weights.sum(-1, keepdims=True)
+    out, lse = cupyflash.attention(
+        q, k, v, scale=softcap * factor, softcap=softcap, return_lse=True
+    )
+    assert abs(to_float64(out)[0, :, 0] - wanted).max() < 2.0**-11 * abs(exact[2]).max() * 2
+    wanted = numpy.log(weights.sum(-1)) + scores.max(-1)
+    assert abs(to_float64(lse)[0, 0] - wanted).max() < 1e-6 * softcap
+
+
 @each_target
 @pytest.mark.parametrize("power", [12, 20, 24, 26, 30, 34, 40])
 def test_one_key_stands_out(target, power):

@@ -35,6 +35,8 @@ class Text(NamedTuple):
         except TextError:  # C++ that is no text
             return False
 
+    has_parts = False
+
     def header(self, pass_: str) -> str:
         fields, size = [], 0
         for x in self.captures:

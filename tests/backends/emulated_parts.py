@@ -1,0 +1,118 @@
+"""Texts whose parts a warp computes once on sm90, in kernels that run on the CPU (test_parts.py).
+
+``python tests/backends/emulated_parts.py FOLDER [few]``, as emulated_scores.py.
+"""
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import emulator
+import torch
+from emulated_scores import FEW, check_case, expected, learning, run
+from score_texts import Case
+
+from cupyflash import Score, environment
+from cupyflash.testing import Expected, make_inputs, make_varlen_inputs
+
+LENGTH = 440  # of the longest sequence
+
+
+def cases(heads: int) -> dict[str, Case]:
+    """The texts by name; those behind the third one are left to the run with a GPU."""
+    rng = torch.Generator().manual_seed(11)
+    table, far = torch.randn(heads, 41, generator=rng), torch.randn(heads, 881, generator=rng)
+    up, down = torch.randn(2, LENGTH, generator=rng), torch.randn(2, LENGTH, generator=rng)
+    rising = torch.arange(LENGTH) * 0.4  # so that maxima come late
+
+    return {
+        "far tiles have one number": _case(
+            "0.5 + (score - table(head, clamp(key - query, -20, 20) + 20)) - head",
+            {"table": table},
+            lambda s, b, h, q, k, c: (
+                0.5 + (s - c["table"][h, torch.clamp(k - q, -20, 20) + 20]) - h
+            ),
+        ),
+        "all three": _case(
+            "score * sigmoid(up(batch, query)) + exp(down(batch, key)) + "
+            "where(query % 2 == 0, 0.3, far(head, key - query + 440))",
+            {"up": up, "down": down, "far": far},
+            lambda s, b, h, q, k, c: (
+                s * torch.sigmoid(c["up"][b, q])
+                + torch.exp(c["down"][b, k])
+                + torch.where(q % 2 == 0, 0.3, c["far"][h, k - q + 440])
+            ),
+        ),
+        "late maxima": _case(
+            "score + rising(abs(key - query)) * (head + 1)",
+            {"rising": rising},
+            lambda s, b, h, q, k, c: s + c["rising"][(k - q).abs()] * (h + 1),
+        ),
+        "a slope of the score": _case(
+            "score * sigmoid(score * up(batch, query)) - down(batch, key)",
+            {"up": up, "down": down},
+            lambda s, b, h, q, k, c: s * torch.sigmoid(s * c["up"][b, q]) - c["down"][b, k],
+        ),
+        "slopes of distances": _case(
+            "where(key < 7, score, score * far(head, query - key + 440)) / 1.5",
+            {"far": far},
+            lambda s, b, h, q, k, c: torch.where(k < 7, s, s * c["far"][h, q - k + 440]) / 1.5,
+        ),
+    }
+
+
+def _case(text: str, arrays: dict[str, torch.Tensor], function) -> Case:
+    return learning(Case(Score(text, **arrays).alone, arrays, function))
+
+
+def problems():
+    """Rows and columns past the end, tiles far from the diagonal, and heads that share keys."""
+    shapes = (
+        ({"seqlen_q": 150, "seqlen_k": 437, "head_dim": 64, "heads_q": 2, "heads_kv": 1}, {}),
+        ({"seqlen_q": 200, "seqlen_k": 300, "head_dim": 128, "heads_q": 2}, {"causal": True}),
+        ({"seqlen_q": 440, "seqlen_k": 129, "head_dim": 96, "heads_q": 2}, {}),
+    )
+    for number, (shape, options) in enumerate(shapes):
+        dtype = ("bfloat16", "float16")[number % 2]
+        yield make_inputs("torch", dtype, batch=2, **shape), options
+
+
+def check_shared_keys(folder: Path) -> None:
+    """So few queries that blocks share their keys: each begins at a tile of its own."""
+    shape = {"batch": 1, "seqlen_q": 60, "seqlen_k": 1200, "heads_q": 1, "head_dim": 64}
+    case = cases(2)["far tiles have one number"]
+    check_case(folder, "shared keys", case, make_inputs("torch", "bfloat16", **shape), "sm90")
+
+
+def check_packed(folder: Path) -> None:
+    """Sequences of other lengths, each by itself."""
+    packed = make_varlen_inputs("torch", "bfloat16", [130, 1, 270], heads_q=2, head_dim=64)
+    case = cases(2)["all three"]
+    given = {x: getattr(packed, x) for x in ("cu_seqlens_q", "cu_seqlens_k")}
+    arrays = {x: torch.cat([y, y[:1]]) if x != "far" else y for x, y in case.arrays.items()}
+    case = case._replace(arrays=arrays)
+    with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+        results = run(case, packed, layout="thd", max_seqlens=(270, 270), **given)
+    print(f"packed: {', '.join(launched)}")
+    for number, (start, end) in enumerate(itertools.pairwise(packed.cu_seqlens_q.tolist())):
+        rows = {x: getattr(packed, x)[None, start:end] for x in ("q", "k", "v", "dout")}
+        one = case._replace(
+            arrays={x: y[number:] if x != "far" else y for x, y in case.arrays.items()}
+        )
+        right = expected(one, dataclasses.replace(packed, **rows))
+        names = ("out", "dq", "dk", "dv")
+        right = Expected({x: right.results[x] for x in names})
+        right.check(**{x: results[x][None, start:end] for x in names})
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    for number, (name, case) in enumerate(cases(2).items()):
+        for turn, (inputs, options) in enumerate(problems()):
+            if FEW and (number > 2 or turn != number):
+                continue
+            check_case(Path(sys.argv[1]), name, case, inputs, "sm90", **options)
+    if not FEW:
+        check_shared_keys(Path(sys.argv[1]))
+        check_packed(Path(sys.argv[1]))

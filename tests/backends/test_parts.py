@@ -1,0 +1,112 @@
+"""Parts of texts that many scores of a tile share, which the kernels of Hopper compute once."""
+
+from pathlib import Path
+
+import pytest
+from emulator import COMPILER
+from places import run_script
+from targets import few, has
+
+from cupyflash.ops.attention.score_text import Capture, Text
+from cupyflash.ops.attention.score_text.parts import taken_out
+from cupyflash.ops.attention.score_text.write import to_text
+
+pytestmark = pytest.mark.no_backend
+CAPTURES = (
+    *(Capture(x, "float32", 1) for x in ("a", "b")),
+    Capture("table", "float32", 2),
+    Capture("doc", "int32", 1),
+)
+
+
+@pytest.mark.skipif(not (COMPILER and has("torch")), reason="needs g++ and torch")
+def test_results(emulated_kernels):
+    """Both passes and the gradients of captures against float64."""
+    script = Path(__file__).parent / "emulated_parts.py"
+    run_script(script, emulated_kernels, *few(), timeout=900)
+
+
+@pytest.mark.parametrize(
+    ("score", "parts", "rest", "kinds"),
+    [
+        (
+            "score + table(head, clamp(key - query, -3, 3) + 3)",
+            {"distance": "table(head, clamp(key - query, -3, 3) + 3)"},
+            "score + parts.distance",
+            "SHIFT SLOPE",
+        ),
+        (
+            "score * sigmoid(a(query)) + b(key)",
+            {"query": "sigmoid(a(query))", "key": "b(key)"},
+            "score * parts.query + parts.key",
+            "SLOPE",
+        ),
+        ("1.0 - score / a(query)", {"query": "a(query)"}, "1.0 - score / parts.query", "SLOPE"),
+        ("a(query) / score", {"query": "a(query)"}, "parts.query / score", ""),
+        ("score * exp(score * b(key))", {"key": "b(key)"}, "score * exp(score * parts.key)", ""),
+        (
+            "score + a(query - key + 9) * query",  # another term may change within a tile
+            {"distance": "a(query - key + 9)"},
+            "score + parts.distance * query",
+            "SLOPE",
+        ),
+        (
+            "score + exp(0.1 * (query - key))",
+            {"distance": "exp(0.1 * (query - key))"},
+            None,
+            "SLOPE",
+        ),
+        # The longest of several.
+        (
+            "score + b(key) + exp(a(key))",
+            {"key": "exp(a(key))"},
+            "score + b(key) + parts.key",
+            "SLOPE",
+        ),
+        # A condition may keep a text from reading outside of an array.
+        ("where(key > 3, score + a(key - 4), score)", {}, None, ""),
+        (
+            "score + where(key > 3, a(key - 4), 0.0)",
+            {"key": "where(key > 3, a(key - 4), 0.0)"},
+            "score + parts.key",
+            "SLOPE",
+        ),
+        (
+            "where(a(key) > 0.0, score, b(key))",
+            {"key": "a(key)"},
+            "where(parts.key > 0.0, score, b(key))",
+            "SLOPE",
+        ),
+        # Nothing that takes longer than a load from shared memory, or changes with every score.
+        ("score - 0.5 * abs(query - key)", {}, None, ""),
+        ("score + a(head)", {}, None, ""),
+        (
+            "score + a(query) * b(key) * (query + key)",
+            {"query": "a(query)", "key": "b(key)"},
+            None,
+            "SLOPE",
+        ),
+        ("score + a(query + key)", {}, None, ""),
+        ("score + float(doc(key) - doc(query))", {}, None, ""),
+        ("20.0 * tanh(score / 20.0) + b(key)", {}, None, ""),  # has a way of its own
+    ],
+)
+def test_what_is_a_part(score, parts, rest, kinds):
+    read = tuple(x for x in CAPTURES if f"{x.name}(" in score)
+    text = Text(score, "", read)
+    lines = text.header("bwd").splitlines()
+    assert text.has_parts == bool(parts)
+    (macro,) = [x for x in lines if "USER_PARTS" in x] or [""]
+    for word in ("DISTANCE", "QUERY", "KEY", "SHIFT", "SLOPE"):
+        assert (f"TextParts::{word})" in macro) == (word.lower() in parts or word in kinds.split())
+    if parts:
+        found = taken_out(text.score_tree, "bwd")
+        assert {name: to_text(x) for name, x in found.by_variable.items()} == parts
+        assert rest is None or to_text(found.rest) == rest
+
+
+def test_parts_of_the_forward():
+    """It reads what depends on the key as fast from global memory."""
+    text = Text("score * sigmoid(a(query)) + b(key)", "", CAPTURES[:2])
+    assert "float part_of_key" in text.header("bwd") and "part_of_key" not in text.header("fwd")
+    assert "return N(score * parts.query + captures.b(key));" in text.header("fwd")
