@@ -8,8 +8,7 @@ import torch
 
 from cupyflash.ops.attention.score_text.capture import Capture
 from cupyflash.ops.attention.score_text.parse import parse
-from cupyflash.ops.attention.score_text.text import only_adds
-from cupyflash.ops.attention.score_text.tree import Node, TextError
+from cupyflash.ops.attention.score_text.tree import Node, TextError, only_adds
 
 CPP_TYPES = {"float32": "float", "float16": "half_t", "int32": "int", "int64": "int64_t"}
 CPP_TYPES["bool"] = "bool"

@@ -39,12 +39,12 @@ struct alignas(16) SharedParts {
   float rows[32];  // those of 16 rows twice, so that all lanes have the same work
 
   __device__ const float& of_distance(int line, int n) const { return distances[line * LINE + n]; }
-  // Two lines have each number, but for some at their ends. What a line has behind its N + 1
-  // numbers is not read.
+  // Two lines have each number, but for the first ones. What a line has behind its N + 1 numbers is
+  // not read.
   __device__ void set_distance(int number, float x) {
     const int line = number % 8, n = number / 8;
     distances[line * LINE + n] = x;
-    distances[(line + 8) * LINE + n - 1] = x;
+    if (n > 0) distances[(line + 8) * LINE + n - 1] = x;
   }
   __device__ float& of_column(int column) {
     return columns[column / 2 % 4 * COLUMN_LINE + column / 8 * 2 + column % 2];

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from .change import replaced
 from .functions import FUNCTIONS
-from .text import only_adds
-from .tree import Kind, Node
+from .tree import Kind, Node, only_adds
 from .write import nodes
 
 # A part depends on one of these, and perhaps on the head. The forward reads a part of the key as

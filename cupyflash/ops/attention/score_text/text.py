@@ -43,6 +43,8 @@ class Text(NamedTuple):
     @property
     def adds(self) -> bool:
         """Whether the score is the product of q and k plus terms without it."""
+        from .tree import only_adds
+
         return only_adds(self.score_tree)
 
     @property
@@ -67,16 +69,6 @@ def _parsed(text: str, captures: tuple[Capture, ...], mask: bool) -> "Node":
     from .parse import parse
 
     return parse(text, captures, mask)
-
-
-def only_adds(score: "Node") -> bool:
-    """Whether a tree is the score plus terms without it."""
-    if score.op == "name":
-        return score.value == "score"
-    if score.op not in ("+", "-") or len(score.args) != 2:
-        return False
-    first, second = score.args if score.op == "-" or score.args[0].of_score else score.args[::-1]
-    return not second.of_score and only_adds(first)
 
 
 @functools.lru_cache(maxsize=1024)

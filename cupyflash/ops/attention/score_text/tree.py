@@ -226,3 +226,13 @@ def number_of(comparison: str, a: Node, b: Node) -> Node:
     """The one of two for which the comparison holds; unlike max and min it ignores a NaN."""
     first = [apply(comparison, [a, b]), apply("!=", [b, b])]
     return apply("where", [apply("||", first), a, b])
+
+
+def only_adds(score: Node) -> bool:
+    """Whether a tree is the score plus terms without it."""
+    if score.op == "name":
+        return score.value == "score"
+    if score.op not in ("+", "-") or len(score.args) != 2:
+        return False
+    first, second = score.args if score.op == "-" or score.args[0].of_score else score.args[::-1]
+    return not second.of_score and only_adds(first)
