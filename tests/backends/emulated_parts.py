@@ -107,7 +107,7 @@ def check_packed(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)  # then torch.empty() is filled with NaN
+    torch.set_deterministic_debug_mode("error")  # then torch.empty() is filled with NaN
     for number, (name, case) in enumerate(cases(2).items()):
         for turn, (inputs, options) in enumerate(problems()):
             if FEW and (number > 2 or turn != number):

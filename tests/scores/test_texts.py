@@ -468,7 +468,7 @@ def test_header():
         "doc(query) == doc(key)",
         (*CAPTURES, Capture("cap", "float", 0)),
     )
-    header = text.header("fwd")
+    headers = [text.header(x).splitlines() for x in ("fwd", "bwd")]
     for line in (
         "#define USER_SCORE true",
         "#define USER_MASK true",
@@ -481,7 +481,7 @@ def test_header():
         "  return N(where(t1 < captures.n(), divide(score, 3.0f) + float(t1 * t1), score) + captures.table(head, key));",
         "  return captures.doc(query) == captures.doc(key);",
     ):  # fmt: skip
-        assert line in header.splitlines(), header
+        assert line in headers[0] and line in headers[1], headers
     assert "user_mask" not in Text("score", "", ()).header("fwd")
     assert cupyflash.Score("score * 2").cuda("fwd").startswith("#define USER_SCORE true")
 

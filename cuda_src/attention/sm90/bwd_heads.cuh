@@ -60,9 +60,9 @@ __device__ __forceinline__ int64_t own_accum_row(const AttentionShape& shape) {
   return int64_t(blockIdx.x) * heads * accum_rows_of_head(shape);
 }
 
-// What a consumer (BwdConsumer) does with its part of dQ. The reducer adds the part to the sum,
-// until the last keys come: then it has fetched the sum into the buffer, this adds it to the part,
-// and writes dq.
+// A consumer (BwdConsumer) hands its part of dQ to the reducer, which adds it to the sum. With the
+// last keys of a query tile the reducer has fetched the sum into the buffer instead; the consumer
+// adds it to its part, and writes dq.
 template <class C, int N>
 __device__ __forceinline__ void finish_dq(C& consumer, float (&dq)[N][4], const BwdHeadTile& tile,
                                           int head, int m_begin) {

@@ -52,8 +52,8 @@ struct alignas(16) SharedParts {
   static_assert(LINE > N + 1 && ceil_div(DISTANCES, 32) * 4 <= LINE, "lines have room");
 };
 
-// The shared memory of a block, with the parts of each consumer warp where it has any. (As a second
-// base class they spill 44 bytes in the backward.)
+// The shared memory of a block, with the parts of each consumer warp where it has any. The backward
+// spills 44 bytes where the parts are a second base class instead.
 struct NoShared {};
 template <bool HAS_PARTS, int N, int WARPS, class Shared = NoShared>
 struct PartsOfWarps {
@@ -72,7 +72,7 @@ struct OwnParts {
 template <>
 struct OwnParts<0> {};
 
-// What the scores of a lane read.
+// The parts that the scores of a lane read, in its registers.
 template <int N>
 struct LaneParts {
   float distances[2][N + 1];
@@ -159,7 +159,7 @@ __device__ __forceinline__ void set_rows(SharedParts<N>& to, const ScorePlace<RO
   }
 }
 
-// Loads what the scores of this lane read.
+// Loads the parts that the scores of this lane read.
 template <int N>
 __device__ __forceinline__ LaneParts<N> load_parts(const SharedParts<N>& from, int lane) {
   LaneParts<N> parts;

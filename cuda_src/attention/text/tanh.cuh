@@ -28,8 +28,8 @@ __device__ __forceinline__ void tanh_of_four_log2(float (&x)[4], bool keeps_nan)
 }
 
 // outer * tanh(inner * x) for small arguments, without exponentials and reciprocals: the odd
-// polynomial of degree 7 with the least greatest error, which is 1.9e-8 of `outer`. Scores far
-// below their cap have no others.
+// polynomial of degree 7 with the least greatest error, which is 1.9e-8 of `outer`. The
+// arguments of scores far below their cap are all small.
 struct SmallTanh {
   static constexpr float LIMIT = 0.4f;                // of the arguments
   static constexpr float LEAST = 1e-5f, MOST = 1e4f;  // of `inner`, whose powers must fit float

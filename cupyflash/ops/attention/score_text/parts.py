@@ -5,7 +5,7 @@ The kernels of Hopper compute them once for a tile (``text/parts.cuh``).
 
 from typing import NamedTuple
 
-from .change import replaced
+from .change import changed
 from .functions import FUNCTIONS
 from .tree import Kind, Node, only_adds
 from .write import nodes
@@ -13,7 +13,8 @@ from .write import nodes
 # A part depends on one of these, and perhaps on the head. The forward reads a part of the key as
 # fast from global memory, where most of its lanes have keys of their own.
 VARIABLES = {"fwd": ("distance", "query"), "bwd": ("distance", "query", "key")}
-CHEAP = ("abs", "min", "max", "clamp", "relu")
+CHEAP = ("abs", "min", "max", "clamp", "relu")  # these take no longer than a load
+# Only a part with one of these can have one value at all distances that are far from the diagonal.
 CONSTANT_SOMEWHERE = ("min", "max", "clamp", "relu", "where", "capture")
 
 
@@ -52,14 +53,14 @@ def taken_out(tree: Node, pass_: str) -> Parts | None:
     names = {}
     for variable, x in found.items():
         names[id(x)] = Node("name", Kind.FLOAT, value=f"parts.{variable}")
-    rest = replaced(tree, names)
+    rest = changed(tree, others=names)
     shifts = list(found) == ["distance"] and only_adds(tree) and not depends(rest)
     shifts = shifts and _may_be_constant(found["distance"], depends)
     return Parts(found, rest, shifts, _is_linear(rest))
 
 
 class _Depends:
-    """Of each node the variables of `VARIABLES` on which it depends."""
+    """Finds the variables of `VARIABLES` on which a node depends, and remembers them."""
 
     def __init__(self) -> None:
         self.found: dict[int, frozenset[str]] = {}

@@ -50,7 +50,7 @@ class Text(NamedTuple):
     @property
     def has_parts(self) -> bool:
         """Whether the backward of Hopper computes parts of the score once for many scores."""
-        return bool(self.score) and _in_parts(self, "bwd") is not None
+        return _in_parts(self, "bwd") is not None
 
     @property
     def mask_tree(self) -> "Node | None":

@@ -62,8 +62,8 @@ FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # A bias that TMA loads lies in shared memory instead of registers, so the low tiles serve it. Pair
 # biases of small heads are faster on 192 queries, unless these have more padding or a mask.
 FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
-# Those of a text that is a score, from the fastest on: most leave registers enough. Where there are
-# none here, and with a mask or an option beside it, it has the low tiles.
+# A text that is a score, with no mask or option beside it, takes the first of these tiles for which
+# it leaves registers enough. Other texts, and other head dims, take the low tiles.
 FORWARD_TILES_TEXT = {64: ((192, 128, 2, 3), (192, 112, 2, 3))}
 # The rows of keys of the last tile that is tried for a text, which may need many registers.
 TEXT_KEYS = 64
@@ -173,8 +173,8 @@ def text_tiles(kind: Kind) -> tuple[Tile, ...]:
     padded, built_in = _built_in(kind)
     block_m, _, *stages = FORWARD_TILES_BIAS[padded]
     wide = FORWARD_TILES_TEXT.get(padded, ())
-    tiles = (built_in, *wide[1:], FORWARD_TILES_LOW[padded]) if built_in in wide else (built_in,)
-    tiles += (FORWARD_TILES_BIAS[padded], (block_m, TEXT_KEYS, *stages))
+    first = (*wide, FORWARD_TILES_LOW[padded]) if built_in in wide else (built_in,)
+    tiles = (*first, FORWARD_TILES_BIAS[padded], (block_m, TEXT_KEYS, *stages))
     return tuple(dict.fromkeys(tiles))
 
 
