@@ -99,6 +99,11 @@ __device__ __forceinline__ Dual divide(float a, Dual b) {
   const float quotient = divide(a, b.value);
   return {quotient, divide(-quotient * b.slope, b.value)};
 }
+// Where the derivative is that by a capture.
+__device__ __forceinline__ Dual quotient(Dual a, Dual b) {
+  const float value = quotient(a.value, b.value);
+  return {value, divide(a.slope - value * b.slope, b.value)};
+}
 __device__ __forceinline__ Dual operator/(Dual a, Dual b) { return divide(a, b); }
 __device__ __forceinline__ Dual operator/(Dual a, float b) { return divide(a, b); }
 __device__ __forceinline__ Dual operator/(float a, Dual b) { return divide(a, b); }
