@@ -41,7 +41,8 @@ struct ScoreOptions {
       !SOFTCAP && !ALIBI && BIAS == BiasKind::NONE && !DROPOUT && !HAS_USER_SCORE && !HAS_USER_MASK;
   // Whether the score is another function of S than a product, which has a slope of its own.
   static constexpr bool HAS_SLOPE = SOFTCAP || HAS_USER_SCORE;
-  // Whether tiles off the diagonal have ALiBi as a part of the exponentials, which takes registers.
+  // Whether the forward has ALiBi as a line off the diagonal (text/lines.cuh), which takes
+  // registers.
   static constexpr bool ALIBI_IS_LINE = ALIBI && !is_by_tma(BIAS);
   static_assert(!HAS_USER_SCORE || !(SOFTCAP || ALIBI), "a text takes the place of both");
 };
@@ -105,8 +106,8 @@ struct Score {
   // Turns S into the score, except for the mask. add_bias_tile(s, bias_scale) adds a bias that lies
   // in shared memory, and where rows are queries the key mask beside it. `masked`: some rows or
   // columns of the tile may be past the end, or hidden by the mask of a text. `at_old_max`: the
-  // scores lack line(), and a NaN may make others of its warp NaN, for update_at_old_max() finds
-  // it.
+  // scores lack ALiBi where that is linear, and a NaN may make others of its warp NaN, for
+  // update_at_old_max() finds it.
   template <Rows ROWS, int N, class AddBiasTile = NoBiasTile>
   __device__ __forceinline__ void apply(float (&s)[N][4], const ScorePlace<ROWS>& at,
                                         AddBiasTile add_bias_tile = {}, bool masked = MASKED,
@@ -122,16 +123,8 @@ struct Score {
     apply_position_terms(s, at, add_bias_tile, masked, !at_old_max);
   }
 
-  // The term of ALiBi for queries and keys of which all keys lie on one side of the diagonal.
-  __device__ __forceinline__ auto line(const ScorePlace<Rows::QUERIES>& at) const {
-    if constexpr (Options::ALIBI_IS_LINE) {
-      const float distance = float(at.row + at.sequence.diagonal - at.col);
-      const float slope = to_units(distance >= 0.f ? at.alibi_slope : -at.alibi_slope);
-      return LinearTerm{slope, {-slope * distance, -slope * (distance + 8.f)}};
-    } else {
-      return NoLinearTerm();
-    }
-  }
+  // Converts a term of the score (an ALiBi slope, or one unit of a bias) to the units of s.
+  __device__ float to_units(float term) const { return term * LOG2E * rcp_approx(scale_log2); }
 
   // Calls function(s[n][i], n, i, query, key) for each element, with Places. There `query` and
   // `key` are the last ones in the place of those past the end, so that a text may read its
@@ -291,9 +284,6 @@ struct Score {
   __device__ static float inverse(float softcap) {
     return Options::EXACT_TANH ? 1.f / softcap : rcp_approx(softcap);
   }
-
-  // Converts a term of the score (an ALiBi slope, or one unit of a bias) to the units of s.
-  __device__ float to_units(float term) const { return term * LOG2E * rcp_approx(scale_log2); }
 
   // Subtracts slope * |query + diagonal - key|. In a transposed fragment, whose rows are keys, the
   // distance is |row - diagonal - col|.

@@ -39,7 +39,8 @@ __device__ __forceinline__ void apply_score(float (&s)[N][4], float (&slope)[N][
   score.apply_position_terms(s, at, add_bias_tile, masked);
 }
 
-// apply_score() for a text in parts.
+// apply_score() for a text in parts, whose slope is that of slope_of_parts() if the parts decide
+// it.
 template <class Options, class Params, Rows ROWS, int N, class AddBiasTile>
 __device__ __forceinline__ void apply_score_of_parts(float (&s)[N][4], float (&slope)[N][4],
                                                      const Score<Options, Params>& score,
@@ -49,42 +50,46 @@ __device__ __forceinline__ void apply_score_of_parts(float (&s)[N][4], float (&s
   text::for_each_with_parts(
       s, lane_parts, score, at, masked,
       [&](float& x, int n, int i, const text::Parts& parts, auto query, auto key) {
-        const text::Dual y = text::score_of_parts(text::Dual(score.inner * x, 1.f), parts, at.batch,
-                                                  at.head, query, key, score.params);
-        x = y.value;
-        slope[n][i] = y.slope;
+        if constexpr (has_part(TextParts::SLOPE)) {
+          x = text::score_of_parts(text::Scaled(x, score.inner), parts, at.batch, at.head, query,
+                                   key, score.params);
+        } else {
+          const text::Dual y = text::score_of_parts(text::Dual(score.inner * x, 1.f), parts,
+                                                    at.batch, at.head, query, key, score.params);
+          x = y.value;
+          slope[n][i] = y.slope;
+        }
       });
   score.apply_position_terms(s, at, add_bias_tile, masked);
 }
 
-// Multiplies a gradient by the slope of the score, where that depends on the parts alone.
+// Computes the slope of the score where that depends on the parts alone.
 template <class Options, class Params, Rows ROWS, int N>
-__device__ __forceinline__ void apply_slope_of_parts(float (&gradient)[N][4],
-                                                     const Score<Options, Params>& score,
-                                                     const ScorePlace<ROWS>& at,
-                                                     const text::LaneParts<N>& lane_parts,
-                                                     bool masked) {
+__device__ __forceinline__ void slope_of_parts(float (&slope)[N][4],
+                                               const Score<Options, Params>& score,
+                                               const ScorePlace<ROWS>& at,
+                                               const text::LaneParts<N>& lane_parts, bool masked) {
   text::for_each_with_parts(
-      gradient, lane_parts, score, at, masked,
+      slope, lane_parts, score, at, masked,
       [&](float& x, int, int, const text::Parts& parts, auto query, auto key) {
-        x *= text::score_of_parts(text::Dual(0.f, 1.f), parts, at.batch, at.head, query, key,
-                                  score.params)
-                 .slope;
+        const text::Dual zero(0.f, 1.f);
+        x = text::score_of_parts(zero, parts, at.batch, at.head, query, key, score.params).slope;
       });
 }
 
 // Turns the score into P. With dropout, a dropped weight gets a negative sign (Dropped::NEGATIVE),
 // because dS needs its value while dV must leave it out. lse_log2(n, i) belongs to the query of
-// element [n][i].
+// element [n][i], and the score is `factor` times s.
 template <class Options, class Params, Rows ROWS, int N, class Lse>
 __device__ __forceinline__ void recompute_weights(float (&s)[N][4],
                                                   const Score<Options, Params>& score,
-                                                  const ScorePlace<ROWS>& at, Lse lse_log2) {
+                                                  const ScorePlace<ROWS>& at, Lse lse_log2,
+                                                  float factor = 1.f) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      s[n][i] = exp2_approx(s[n][i] * score.scale_log2 - lse_log2(n, i));
+      s[n][i] = exp2_approx(s[n][i] * (factor * score.scale_log2) - lse_log2(n, i));
     }
   }
   if constexpr (Options::DROPOUT) {

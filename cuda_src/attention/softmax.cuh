@@ -35,14 +35,18 @@ struct NoOrder {
 };
 
 // A term of the scores of a row that is linear in the column: in the units of the scores
-// term[half] + slope * (the distance from the lane's first column).
+// term[half] + slope * (the distance from the lane's first column). `factor` is that of the scores.
+// IN_PRODUCT: they have the slope already.
+template <bool IN_PRODUCT>
 struct LinearTerm {
   float slope;
   float term[2];
+  float factor;
 
   // A score of the row with its term, times the scale, less the offset.
   __device__ float scaled(float score, int half, int column, float scale, float offset) const {
-    return score * scale + (slope * scale * float(column) + (term[half] * scale - offset));
+    const float row = term[half] * scale - offset;
+    return score * (factor * scale) + (IN_PRODUCT ? row : slope * scale * float(column) + row);
   }
 };
 // A product and a term that all scores of a warp have in common.

@@ -41,15 +41,36 @@ constexpr bool HAS_USER_TANH = false;
 #endif
 // The parts that many scores of a tile have in common, if score_of_parts() reads them in the place
 // of user_score() (text/parts.cuh). SHIFT: it adds only the part of the distance and what all
-// scores of a head have. SLOPE: its derivative by the score does not depend on the score.
-enum class TextParts { DISTANCE = 1, QUERY = 2, KEY = 4, SHIFT = 8, SLOPE = 16 };
+// scores of a head have. SLOPE: its derivative by the score does not depend on the score. LINE: the
+// part of the distance has the slope slope_of_distance() where it is linear, else the slope 0.
+enum class TextParts { DISTANCE = 1, QUERY = 2, KEY = 4, SHIFT = 8, SLOPE = 16, LINE = 32 };
 #ifdef USER_PARTS
 constexpr int TEXT_PARTS = USER_PARTS;
 #else
 constexpr int TEXT_PARTS = 0;
 #endif
-constexpr bool HAS_USER_PARTS = TEXT_PARTS != 0;
 constexpr bool has_part(TextParts part) { return TEXT_PARTS & int(part); }
+constexpr bool HAS_USER_PARTS =
+    has_part(TextParts::DISTANCE) || has_part(TextParts::QUERY) || has_part(TextParts::KEY);
+// Whether a text that shifts is linear in the distance from far_distances() on (text/lines.cuh).
+#ifdef USER_FAR
+constexpr bool HAS_USER_FAR = true;
+#else
+constexpr bool HAS_USER_FAR = false;
+#endif
+// Where distances are far: from which query - key on the keys lie far behind their queries, and
+// from which key - query on far ahead of them.
+struct FarDistances {
+  static constexpr int NEVER = 1 << 30;  // as large as no distance
+  int behind = 0;
+  int ahead = 1;  // the distance 0 lies on one side only
+
+  __device__ static void raise(int& least, int64_t bound) {
+    least = bound < least ? least : bound < NEVER ? int(bound) : NEVER;
+  }
+  // Whether all distances query - key from `least` to `most` are far on the same side.
+  __device__ bool contain(int least, int most) const { return least >= behind || -most >= ahead; }
+};
 constexpr bool HAS_USER_MASK = USER_MASK;
 #ifdef USER_DROPOUT
 constexpr bool HAS_USER_DROPOUT = true;
@@ -82,6 +103,9 @@ __device__ N score_of_tanh(N score, Tanh bounded, int batch, int head, int query
 template <class N, class Parts>
 __device__ N score_of_parts(N score, Parts parts, int batch, int head, int query, int key,
                             const Captures& captures);
+#endif
+#ifndef USER_FAR
+__device__ FarDistances far_distances(const Captures& captures);
 #endif
 #if !USER_MASK
 __device__ bool user_mask(int batch, int head, int query, int key, const Captures& captures);

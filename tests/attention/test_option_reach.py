@@ -174,7 +174,9 @@ def main():
         return launched[:split], launched[split:]
 
     found = {}
-    spills_nothing = SimpleNamespace(stack_bytes=0, warnings=())  # and so needs no compiler
+    spills_nothing = SimpleNamespace(
+        stack_bytes=0, spill_bytes=0, warnings=()
+    )  # and so needs no compiler
     with hopper(load=load), mock.patch.object(jit, "build", lambda *_: spills_nothing):
         for backend, dtype in BACKENDS.items():
             for field, (_, *values) in CHANGES.items():

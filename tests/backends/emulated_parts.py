@@ -44,6 +44,24 @@ def cases(heads: int) -> dict[str, Case]:
                 + torch.where(q % 2 == 0, 0.3, c["far"][h, k - q + 440])
             ),
         ),
+        # Far from the diagonal these are lines, or constants.
+        "one slope on each side": _case(
+            "0.25 - head - (slopes(head) * abs(query - key) / 3.0 + 1.5) + score",
+            {"slopes": torch.tensor([0.7, -0.2])[:heads]},  # with which maxima come late
+            lambda s, b, h, q, k, c: 0.25 - h - (c["slopes"][h] * (q - k).abs() / 3.0 + 1.5) + s,
+        ),
+        "a slope on one side": _case(
+            "score + max(2 * (query - key) - 7, -20) * slopes(head)",
+            {"slopes": torch.tensor([-0.03, 0.02])[:heads]},
+            lambda s, b, h, q, k, c: s + torch.clamp(2 * (q - k) - 7, min=-20) * c["slopes"][h],
+        ),
+        "a line on one side": _case(
+            "score - where(query - key >= 30, slopes(head), sin(0.1 * (key - query)))",
+            {"slopes": torch.tensor([0.3, 0.2])[:heads]},
+            lambda s, b, h, q, k, c: (
+                s - torch.where(q - k >= 30, c["slopes"][h], torch.sin(0.1 * (k - q)))
+            ),
+        ),
         "late maxima": _case(
             "score + rising(abs(key - query)) * (head + 1)",
             {"rising": rising},

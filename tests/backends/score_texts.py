@@ -27,14 +27,14 @@ class Text(NamedTuple):
         return parse(self.mask, self.captures, mask=True)
 
     @property
-    def adds(self) -> bool:
+    def is_light(self) -> bool:
         """What the plan asks before it chooses a tile."""
         try:
             return only_adds(parse(self.score, self.captures, mask=False))
         except TextError:  # C++ that is no text
             return False
 
-    has_parts = False
+    has_line = False
 
     def header(self, pass_: str) -> str:
         fields, size = [], 0

@@ -95,8 +95,8 @@ def test_what_is_a_part(score, parts, rest, kinds):
     read = tuple(x for x in CAPTURES if f"{x.name}(" in score)
     text = Text(score, "", read)
     lines = text.header("bwd").splitlines()
-    assert text.has_parts == bool(parts)
     (macro,) = [x for x in lines if "USER_PARTS" in x] or [""]
+    assert bool(macro) == bool(parts)
     for word in ("DISTANCE", "QUERY", "KEY", "SHIFT", "SLOPE"):
         assert (f"TextParts::{word})" in macro) == (word.lower() in parts or word in kinds.split())
     if parts:
@@ -105,8 +105,8 @@ def test_what_is_a_part(score, parts, rest, kinds):
         assert rest is None or to_text(found.rest) == rest
 
 
-def test_parts_of_the_forward():
-    """It reads what depends on the key as fast from global memory."""
+def test_both_passes_have_parts():
     text = Text("score * sigmoid(a(query)) + b(key)", "", CAPTURES[:2])
-    assert "float part_of_key" in text.header("bwd") and "part_of_key" not in text.header("fwd")
-    assert "return N(score * parts.query + captures.b(key));" in text.header("fwd")
+    for pass_ in ("fwd", "bwd"):
+        assert "float part_of_key" in text.header(pass_)
+        assert "return N(score * parts.query + parts.key);" in text.header(pass_)

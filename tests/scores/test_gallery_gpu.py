@@ -1,9 +1,12 @@
 """The gallery of scores and masks on each backend of a GPU, both passes, against float64."""
 
 import dataclasses
+import functools
 
 import pytest
 from matrix import each
+
+import cupyflash
 
 torch = pytest.importorskip("torch")
 
@@ -48,6 +51,83 @@ def test_gradients_in_exact_sums(target, name):
         expected_scores(host, score=case.make, arrays=arrays).check(**calls[0])
         for again in calls[1:]:
             assert all(torch.equal(x, again[result]) for result, x in calls[0].items())
+
+
+def _swings(x, reach, least):
+    """A number of the call bounds one side, and another number the other."""
+    return lambda s, b, h, q, k: s + x[h, torch.clamp(q - k, -reach, least) + reach]
+
+
+def _never(x):
+    """No distance reaches these bounds."""
+    least, most = -(2**31) + 1, 2**31 - 1
+    return lambda s, b, h, q, k: s + 0.01 * torch.clamp(q - k, least, most) + x[h, 0]
+
+
+SLOPES = torch.tensor([0.3, -0.02, 0.004, 2.0])
+TABLE = torch.randn(HEADS, 600, generator=torch.Generator().manual_seed(3))
+# Far from the diagonal these are lines of the distance, or constants.
+LINES = {
+    "alibi": (lambda x: lambda s, b, h, q, k: s - x[h] * (q - k).abs() + h, SLOPES),
+    "bounded by numbers": (lambda x: _swings(x, 150, 80), TABLE),
+    "never bounded": (_never, torch.zeros(HEADS, 1)),
+    "one side": (lambda x: lambda s, b, h, q, k: s + x[h] * torch.clamp(q - k, min=-40), SLOPES),
+    "quotients of what learns": (
+        lambda x: lambda s, b, h, q, k: s - x[h] / 3 * (q - k).abs() / (1 + x[h].abs()),
+        SLOPES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@each(library="torch", device="cuda")
+def test_lines_far_from_the_diagonal(target, name, head_dim):
+    make, array = LINES[name]
+    shapes = ((700, 700, {}), (330, 811, {"causal": True}), (60, 1900, {"window": (1500, None)}))
+    for number, dtype in enumerate(target.dtypes):
+        queries, keys, options = shapes[number % len(shapes)]
+        inputs = target.inputs(
+            dtype, batch=1, seqlen_q=queries, seqlen_k=keys, heads_q=HEADS, heads_kv=2,
+            head_dim=head_dim,
+        )  # fmt: skip
+        found = results(inputs, (array.cuda(),), score=make, **options)
+        of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout")}
+        seen = _seen(queries, keys, **options)
+        kinds = {"score": make, "mask": functools.partial(_given, seen)}
+        host = dataclasses.replace(inputs, **of_host)
+        expected_scores(host, **kinds, arrays=(array,)).check(**found)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@each(library="torch", device="cuda")
+def test_slopes_that_no_half_float_holds(target, head_dim):
+    """Each query then sees its own key alone, as a text and as the option."""
+    slopes = torch.tensor([1e4, 3e5, 1e8, 1e20], device="cuda")[:HEADS]
+    for dtype in {"float16", "bfloat16"}.intersection(target.dtypes):
+        inputs = target.inputs(
+            dtype, batch=1, seqlen_q=500, seqlen_k=500, heads_q=HEADS, head_dim=head_dim
+        )
+        q, k, v = inputs.q, inputs.k, inputs.v
+        text = cupyflash.attention(q, k, v, score=lambda s, b, h, q, k: s - slopes[h] * abs(q - k))
+        assert torch.equal(text, v)
+        assert torch.equal(cupyflash.attention(q, k, v, alibi_slopes=slopes), v)
+
+
+def _given(seen, _):
+    return seen
+
+
+def _seen(queries, keys, causal=False, window=(None, None)):
+    """The mask of these options, whose diagonal ends in the last corner."""
+    left = keys if window[0] is None else window[0]
+    right = 0 if causal else queries + keys
+
+    def seen(b, h, q, k):
+        gap = q + keys - queries - k
+        return (gap <= left) & (gap >= -right)
+
+    return seen
 
 
 @each(library="torch", device="cuda")

@@ -534,10 +534,12 @@ def test_tanh_is_a_function_of_its_own(text, parts):
 
 
 @pytest.mark.parametrize(
-    ("text", "adds"),
+    ("text", "light"),
     [
         ("score", True),
         ("score - n * abs(query - key)", True),
+        ("score + exp(0.1 * clamp(key - query, -9, 9))", True),  # one number far from the diagonal
+        ("score * exp(0.1 * query) + log(1.0 + key)", True),  # a slope of a part
         ("n + (score + key) - query", True),
         ("t = score + 1; t - key", True),
         ("n - score", False),
@@ -546,17 +548,17 @@ def test_tanh_is_a_function_of_its_own(text, parts):
         ("score + tanh(score)", False),
         ("2.0 * score", False),
         ("where(key < query, score, -INF)", False),
-        ("score + exp(0.1 * (key - query))", False),  # parts that scores share take some, too
+        ("score + exp(0.1 * (key - query))", False),  # each distance has a part
     ],
 )
-def test_scores_with_terms_beside_them(text, adds):
-    """Their slope takes no registers, so the backward has larger tiles."""
+def test_scores_that_take_few_registers(text, light):
+    """The backward has larger tiles where no score has a number of its own."""
     captures = (Capture("n", "float", 0),) if "n " in text else ()
     features = Features(text=Text(text, "", captures))
-    assert features.bends_scores != adds
+    assert features.bends_scores != light
     kind = Kind("bfloat16", 64, features, (9, 0))
     assert list(backward_candidates(kind))[-1] == (64, 128)
-    assert next(iter(backward_candidates(kind))) == ((128, 128) if adds else (64, 128))
+    assert next(iter(backward_candidates(kind))) == ((128, 128) if light else (64, 128))
 
 
 MOVED = (

@@ -62,6 +62,9 @@ def cases():
     inputs = make_inputs("torch", "bfloat16", **LENGTHS, heads_q=2, head_dim=128)
     yield "softcap", inputs, {"softcap": 3.0}
 
+    inputs = make_inputs("torch", "float16", **LENGTHS, heads_q=2)
+    yield "ALiBi behind a softcap", inputs, options | {"softcap": 3.0}
+
 
 def check_cases(folder):
     for number, (name, inputs, options) in enumerate(cases()):

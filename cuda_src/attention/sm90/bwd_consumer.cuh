@@ -37,6 +37,7 @@ struct BwdConsumer {
   const int lane;
   const Score<Options, FlashBwdParams> score;
   const int64_t dropout_seed;
+  const FarDistances far;
   Ring<L::STAGES> ring;
   Ring<1> bias_ring;
   Ring<1> dq_ring;
@@ -54,7 +55,8 @@ struct BwdConsumer {
         key_row((threadIdx.x - WARPGROUP) / 32 * 16),
         lane(threadIdx.x % 32),
         score(params.base),
-        dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0) {}
+        dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0),
+        far(text::far_or_none(params.base)) {}
 
   // ---- the steps of the algorithm, for the query tile at m_begin of one head ----
 
@@ -76,9 +78,9 @@ struct BwdConsumer {
   // the next products, and writes dS to shared memory, too.
   __device__ __forceinline__ void make_p_and_ds(Operand& p, Operand& ds, Scores& s, Scores& dp,
                                                 const Constants& lse_log2, const Constants& delta,
-                                                const Seen& seen, const BwdTile& tile, int head,
-                                                int m_begin, const Ring<L::STAGES>& place,
-                                                bool masked) {
+                                                const Seen& seen, const text::CommonShift& shift,
+                                                const BwdTile& tile, int head, int m_begin,
+                                                const Ring<L::STAGES>& place, bool masked) {
     using TileS = typename L::TileS;
     constexpr int BLOCK_M = L::BLOCK_M;
     constexpr bool HAS_DBIAS = has_gradient(Options::BIAS);
@@ -94,8 +96,9 @@ struct BwdConsumer {
     // The polynomial spills at larger head dims.
     constexpr Tanhs TANHS = L::HEAD_DIM <= 64 ? Tanhs::SMALL_APART : Tanhs::BY_FOURS_WITHOUT_NAN;
     if constexpr (L::HAS_PARTS) {
-      apply_score_of_parts(s, slope, score, at, text::load_parts(shared.parts[key_row / 16], lane),
-                           add_bias, masked);
+      if (!(L::HAS_FAR && shift.exists))
+        apply_score_of_parts(s, slope, score, at, text::load_parts(shared_parts(), lane), add_bias,
+                             masked);
     } else {
       apply_score(s, slope, score, at, add_bias, masked, TANHS);
     }
@@ -104,9 +107,19 @@ struct BwdConsumer {
       if (!HAS_MASK_TILES || uniform(tile.m_range.needs_mask(m_begin / BLOCK_M)))
         score.apply_mask(s, at);
     }
-    recompute_weights(s, score, at, [&](int n, int i) {
-      return constant_of<L>(lse_log2, shared.lse_log2[place.stage], n, i, column);
-    });
+    // Where all scores of a tile have the same shift, the exponential adds it.
+    CommonTerm term = {1.f, 0.f};
+    if constexpr (L::HAS_FAR) {
+      if (shift.exists)
+        term = {score.inner,
+                text::shift_of_zero(shift, at.batch, at.head, params.base) * score.scale_log2};
+    }
+    recompute_weights(
+        s, score, at,
+        [&](int n, int i) {
+          return constant_of<L>(lse_log2, shared.lse_log2[place.stage], n, i, column) - term.term;
+        },
+        term.factor);
     float kept[BLOCK_M / 8][4];
     wg_pack<T>(p, kept_weights<Options>(kept, s));
     // P is multiplied by the slope of the score early, which frees the registers of the slope.
@@ -118,16 +131,19 @@ struct BwdConsumer {
 
     wgmma_wait<0>();
     pin(dp);
+    if constexpr (SLOPE_OF_PARTS) {
+      slope_of_parts(slope, score, at.again(), text::load_parts(shared_parts(), opaque(lane)),
+                     masked);
+    }
+    // P * (slope * dP - slope * delta) takes no instruction more than P * (dP - delta).
+    constexpr bool INSIDE = SLOPE_OF_PARTS && !HAS_DBIAS;
+    if constexpr (INSIDE) apply_slope<Options>(dp, slope);
     softmax_gradient<Options>(dp, s, params.base.shape, [&](int n, int i) {
-      return constant_of<L>(delta, shared.delta[place.stage], n, i, column);
+      const float x = constant_of<L>(delta, shared.delta[place.stage], n, i, column);
+      return INSIDE ? x * slope[n][i] : x;
     });
     if constexpr (HAS_DBIAS) add_bias_gradient<Options>(dp, params.base, at);
-    if constexpr (SLOPE_OF_PARTS) {
-      apply_slope_of_parts(dp, score, at.again(),
-                           text::load_parts(shared.parts[key_row / 16], opaque(lane)), masked);
-    } else if constexpr (!EARLY) {
-      apply_slope<Options>(dp, slope);
-    }
+    if constexpr (!EARLY && !INSIDE) apply_slope<Options>(dp, slope);
     wg_pack<T>(ds, dp);
     const uint32_t ds_stage = ds_address(place);
 #pragma unroll
@@ -185,7 +201,7 @@ struct BwdConsumer {
   __device__ __forceinline__ void steps(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
                                         int head) {
     OwnParts own_parts;
-    begin_parts(own_parts, tile, head);
+    text::begin_head(*this, own_parts, tile, head);
     if constexpr (HAS_MASK_TILES) {
 #pragma unroll 1
       for (int m = uniform(tile.first_m()); tile.is_m(m);) {
@@ -237,10 +253,11 @@ struct BwdConsumer {
     }
     issue_s(s, ring);
     issue_dp(dp, ring);
-    next_parts(own_parts, tile, head, m_begin);
+    const text::CommonShift shift =
+        text::share_query_tile(*this, own_parts, tile, head, m_begin / L::BLOCK_M);
     wgmma_wait<1>();
     pin(s);
-    make_p_and_ds(p, ds, s, dp, lse_log2, delta, seen, tile, head, m_begin, ring, masked);
+    make_p_and_ds(p, ds, s, dp, lse_log2, delta, seen, shift, tile, head, m_begin, ring, masked);
     issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m_begin, ring);
     wgmma_wait<0>();
     end_gradients(acc_dk, ds, ring);
@@ -285,30 +302,8 @@ struct BwdConsumer {
     return smem + L::DQ_OFFSET + dq_fragment_offset(group * L::DQ_COLS / 8 + octet) * sizeof(float);
   }
 
- private:
-  // Computes the parts of a text for the keys and for the first query tile of a head.
-  __device__ __forceinline__ void begin_parts(OwnParts& own, const BlockTile& tile, int head) {
-    if constexpr (L::HAS_PARTS) {
-      const int m = uniform(L::WALKS_UP ? tile.m_range.begin : tile.m_range.end - 1);
-      if (m < uniform(tile.m_range.begin)) return;
-      const float no_alibi = 0.f;
-      const auto at = place_of(tile, head, m * L::BLOCK_M, no_alibi);
-      text::set_rows(shared.parts[key_row / 16], at, params.base);
-      text::compute_parts(own, at, params.base);
-    }
-  }
-
-  // Shares the parts of a query tile, and computes those of the next one: their loads have a step.
-  __device__ __forceinline__ void next_parts(OwnParts& own, const BwdTile& tile, int head,
-                                             int m_begin) {
-    if constexpr (L::HAS_PARTS) {
-      text::share_parts<Rows::KEYS>(shared.parts[key_row / 16], own);
-      const int m = m_begin / L::BLOCK_M + (L::WALKS_UP ? 1 : -1);
-      if (m < uniform(tile.m_range.begin) || m >= uniform(tile.m_range.end)) return;
-      const float no_alibi = 0.f;
-      text::compute_parts(own, place_of(tile, head, m * L::BLOCK_M, no_alibi), params.base);
-    }
-  }
+  // Where the parts of a text lie that the scores of a tile share.
+  __device__ __forceinline__ auto& shared_parts() const { return shared.parts[key_row / 16]; }
 
   // The place of a lane's scores of a query tile.
   __device__ ScorePlace<Rows::KEYS> place_of(const BwdTile& tile, const int& head, int m_begin,
@@ -317,6 +312,7 @@ struct BwdConsumer {
     return {tile.sequence, tile.batch, head, alibi_slope, &dropout_seed, key, query};
   }
 
+ private:
   __device__ uint32_t q_address(const Ring<L::STAGES>& at) const {
     return smem + L::Q_OFFSET + uniform(at.stage) * TileQ::BYTES;
   }
@@ -334,7 +330,7 @@ struct BwdConsumer {
     issue_dp(dp, at);
     wgmma_wait<1>();
     pin(s);
-    make_p_and_ds(p, ds, s, dp, {}, {}, {}, tile, head, m * L::BLOCK_M, at,
+    make_p_and_ds(p, ds, s, dp, {}, {}, {}, {}, tile, head, m * L::BLOCK_M, at,
                   uniform(tile.m_range.needs_mask(m)));
   }
 

@@ -2,7 +2,7 @@
 // warps.
 #pragma once
 #include "../../common/smem_tile.cuh"
-#include "../text/parts.cuh"
+#include "../text/tile_parts.cuh"
 #include "bwd_heads.cuh"
 
 // The consumers meet at DS_WRITTEN when all have written their part of dS. DQ_EMPTY and DQ_FULL say
@@ -40,6 +40,9 @@ struct BwdLayout {
   static constexpr int CONSUMERS = GROUPS * WARPGROUP;
   // Whether scores read parts of a text from shared memory (text/parts.cuh).
   static constexpr bool HAS_PARTS = HAS_USER_PARTS && !HAS_MASK_TILES;
+  // Whether all scores of a tile that is far from the diagonal have the same shift.
+  static constexpr bool HAS_FAR =
+      HAS_PARTS && HAS_USER_FAR && Options::BIAS == BiasKind::NONE && !HAS_USER_MASK;
   using Shared = typename text::PartsOfWarps<HAS_PARTS, BLOCK_M / 8, CONSUMERS / 32,
                                              BwdShared<BlockTile, BLOCK_M, STAGES>>::Type;
   using TileKV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;

@@ -33,8 +33,9 @@
 // their registers (fwd_consumer.cuh).
 //
 // Shared memory holds Q_STAGES buffers of Q, KV_STAGES of K and of V, with a bias by TMA a ring of
-// its tiles for each consumer warpgroup, and for each consumer warp the parts of a text that its
-// scores share (text/parts.cuh). A finished O is written over the Q of its tile, from where TMA
+// its tiles for each consumer warpgroup, with a linear term of the scores the numbers of a tile's
+// columns (text/lines.cuh), and for each consumer warp the parts of a text that its scores share
+// (text/parts.cuh). A finished O is written over the Q of its tile, from where TMA
 // stores it.
 //
 // Overlap. Three things keep the tensor cores busy while a warpgroup computes its softmax:
@@ -73,15 +74,21 @@ __device__ __forceinline__ typename C::SeenByText load_first_seen(const C& consu
 template <class C>
 __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
                                            typename C::Weights& p, typename C::Output& acc_o,
-                                           RowState& state,
+                                           RowState& state, typename C::OwnParts& own_parts,
                                            const typename C::SeenByText& seen_by_text) {
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
   const bool masked = consumer.is_masked();
-  consumer.begin_parts();
-  const text::CommonShift shift = consumer.compute_parts();
-  score_and_softmax(consumer, s, state, consumer.load_seen(seen_by_text), shift, masked,
+  text::begin_query_tile(consumer, own_parts);
+  if constexpr (C::Lines::EXIST) {
+    const auto& tile = *consumer.tile;
+    consumer.lines.begin(consumer.score, consumer.far, consumer.alibi_slope, tile.batch, tile.head,
+                         consumer.n_begin, consumer.n_end);
+  }
+  typename C::KeyParts keys;
+  const text::CommonShift shift = text::share_key_tile(consumer, own_parts, keys);
+  score_and_softmax(consumer, s, state, consumer.load_seen(seen_by_text), keys, shift, masked,
                     AT_NEW_MAX);
   state.rescale[0] = state.rescale[1] = 1.f;  // there is no O yet
   wg_pack<typename C::T>(p, s);
@@ -91,26 +98,34 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
 // is in `p` at the beginning.
 template <class C>
 __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typename C::Output& acc_o,
-                                     RowState& state, bool masked) {
+                                     RowState& state, typename C::OwnParts& own_parts,
+                                     bool masked) {
   const auto v_ring = consumer.kv_ring;
   consumer.kv_ring.advance();
   typename C::Scores s;
   const typename C::Seen seen = consumer.load_seen(consumer.load_seen_by_text(masked));
+  typename C::SlopeOperand slope;
   consumer.begin_products();
-  consumer.issue_qk(s);
-  if constexpr (C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
+  if constexpr (C::Layout::LINE_IN_PRODUCT) {
+    consumer.issue_qk_and_line(s, slope, masked);
+  } else {
+    consumer.issue_qk(s);
+  }
+  if constexpr (C::RESCALE_BESIDE_S) rescale_o(acc_o, state);
   consumer.issue_pv(acc_o, p, v_ring);
   consumer.end_products();
-  const text::CommonShift shift = consumer.compute_parts();
+  typename C::KeyParts keys;
+  const text::CommonShift shift = text::share_key_tile(consumer, own_parts, keys);
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
+  if constexpr (C::Layout::LINE_IN_PRODUCT) pin(slope);
   const bool at_old_max = C::ONE_LOOP || (masked ? C::KEEPS_MASKED_MAX : C::KEEPS_MAX);
-  score_and_softmax(consumer, s, state, seen, shift, masked, at_old_max);
+  score_and_softmax(consumer, s, state, seen, keys, shift, masked, at_old_max);
   wgmma_wait<0>();  // before P and O may be changed
   pin(acc_o);
   consumer.shared.v.release(v_ring.stage);
   wg_pack<typename C::T>(p, s);
-  if constexpr (!C::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
+  if constexpr (!C::RESCALE_BESIDE_S) rescale_o(acc_o, state);
 }
 
 // Whether a tile behind an inner one is inner, too.
@@ -126,8 +141,9 @@ template <typename T, int HEAD_DIM, int HEAD_DIM_V, int BLOCK_M, int BLOCK_N, in
 __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     flash_fwd_sm90(const __grid_constant__ FlashFwdSm90Params params) {
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
-  using Layout = FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES,
-                           Options::BIAS, Options::ALIBI_IS_LINE || HAS_USER_SCORE>;
+  using Layout =
+      FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, Options::BIAS,
+                S_HAS_LINE<Options>, Options::ALIBI_IS_LINE || HAS_USER_SCORE>;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
@@ -138,6 +154,8 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const uint32_t smem_q = smem_address(smem);
   __shared__ FwdShared<Layout> shared;
   if (threadIdx.x == 0) shared.init();
+  if constexpr (Layout::LINE_IN_PRODUCT)
+    Layout::Numbers::template write<T>(smem_q + Layout::NUMBERS_OFFSET);
   if constexpr (SPLIT) launch_next_kernel();  // its blocks wait where this one leaves room
   __syncthreads();                            // the barriers are initialised
 
@@ -162,6 +180,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   if constexpr (GROUPS > 1) alloc_registers<CONSUMER_REGISTERS>();
   FwdConsumer<Options, Layout, SPLIT> consumer(params, shared, smem_q);
   RowState state;
+  typename decltype(consumer)::OwnParts own_parts;
   float acc_o[HEAD_DIM_V / 8][4];
   uint32_t p[BLOCK_N / 16][4];
   consumer.open_order();
@@ -173,7 +192,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     consumer.issue_qk(s);
     consumer.end_products();
     wgmma_wait<0>();
-    begin_tile(consumer, s, p, acc_o, state, seen);
+    begin_tile(consumer, s, p, acc_o, state, own_parts, seen);
   }
 #pragma unroll 1
   for (;;) {
@@ -181,25 +200,26 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     int& n = consumer.n;
     if constexpr (decltype(consumer)::ONE_LOOP) {
 #pragma unroll 1
-      for (--n; n >= consumer.n_begin; --n) step(consumer, p, acc_o, state, consumer.is_masked());
+      for (--n; n >= consumer.n_begin; --n)
+        step(consumer, p, acc_o, state, own_parts, consumer.is_masked());
     } else if constexpr (HAS_MASK_TILES) {
       if (--n < consumer.run_begin) consumer.seek(n);
 #pragma unroll 1
       for (; n >= consumer.n_begin; consumer.seek(n)) {
 #pragma unroll 1
         for (; n >= consumer.run_begin && !consumer.run_is_inner; --n)
-          step(consumer, p, acc_o, state, MASKED);
+          step(consumer, p, acc_o, state, own_parts, MASKED);
 #pragma unroll 1
-        for (; n >= consumer.run_begin; --n) step(consumer, p, acc_o, state, UNMASKED);
+        for (; n >= consumer.run_begin; --n) step(consumer, p, acc_o, state, own_parts, UNMASKED);
       }
     } else {
 #pragma unroll 1
       for (--n; n >= consumer.n_begin;) {
 #pragma unroll 1
         for (; n >= consumer.n_begin && !consumer.is_inner(); --n)
-          step(consumer, p, acc_o, state, MASKED);
+          step(consumer, p, acc_o, state, own_parts, MASKED);
 #pragma unroll 1
-        for (; stays_inner(consumer); --n) step(consumer, p, acc_o, state, UNMASKED);
+        for (; stays_inner(consumer); --n) step(consumer, p, acc_o, state, own_parts, UNMASKED);
       }
     }
 
@@ -214,7 +234,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       shared.v.release(v_ring.stage);
       consumer.write_tile(acc_o, state, done, done_stage);
     };
-    if constexpr (decltype(consumer)::RESCALE_BESIDE_S) consumer.rescale_o(acc_o, state);
+    if constexpr (decltype(consumer)::RESCALE_BESIDE_S) rescale_o(acc_o, state);
     float s[BLOCK_N / 8][4];
     typename decltype(consumer)::SeenByText seen;
     const bool ready = consumer.enter_next_if_ready();
@@ -239,6 +259,6 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
       consumer.end_products();
       wgmma_wait<0>();
     }
-    begin_tile(consumer, s, p, acc_o, state, seen);
+    begin_tile(consumer, s, p, acc_o, state, own_parts, seen);
   }
 }

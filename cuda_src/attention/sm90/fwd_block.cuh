@@ -8,7 +8,7 @@
 #include "../block_info.cuh"
 #include "../params.cuh"
 #include "../tensor_rows.cuh"
-#include "../text/parts.cuh"
+#include "../text/tile_parts.cuh"
 #include "../tile_order.cuh"
 #include "bias_tile.cuh"
 
@@ -59,13 +59,6 @@ struct EveryFwdTile {
   __device__ int almost_last() const { return min(n_range.end - 1, n_range.begin + LOOK_AHEAD); }
   __device__ int key_tile(int n) const { return n; }
 
-  // Whether key tile n has keys on both sides of the diagonal.
-  template <class L>
-  __device__ bool meets_diagonal(int n) const {
-    const int distance = n * L::BLOCK_N - m_begin - sequence.diagonal;
-    return distance > 1 - L::BLOCK_N && distance < L::BLOCK_M - 1;
-  }
-
   // The first row of the tile in lse.
   __device__ int64_t lse_row(const FlashFwdParams& params) const {
     return batch * params.lse_batch_stride + head * params.lse_head_stride + sequence.start_q +
@@ -99,15 +92,16 @@ struct TurnedFwdTile : EveryFwdTile {
     turn = n_range.end - 1 - max(n_range.begin, min(on_diagonal, n_range.end - 1));
   }
   // The key tile that is visited when n counts down from the last one to the first.
-  __device__ int key_tile(int n) const {
-    return n - turn >= n_range.begin ? n - turn : n - turn + n_range.end - n_range.begin;
+  __device__ static int turned(int n, int turn, int begin, int end) {
+    return n - turn >= begin ? n - turn : n - turn + end - begin;
   }
+  __device__ int key_tile(int n) const { return turned(n, turn, n_range.begin, n_range.end); }
 };
 
 // The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has a
 // ring for each consumer warpgroup, or where there is no room one tile, which is released early.
 template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_,
-          BiasKind BIAS, bool FROM_DIAGONAL_>
+          BiasKind BIAS, bool HAS_LINE, bool FROM_DIAGONAL_>
 struct FwdLayout {
   static constexpr bool FROM_DIAGONAL = FROM_DIAGONAL_ && !HAS_MASK_TILES;
   static constexpr bool INNER_APART = FROM_DIAGONAL_;  // inner tiles may have others between them
@@ -128,13 +122,17 @@ struct FwdLayout {
   static constexpr bool HAS_BIAS = is_by_tma(BIAS);
   static constexpr bool HAS_PARTS = HAS_USER_PARTS && !HAS_MASK_TILES && !HAS_BIAS;
   using Parts = text::PartsOfWarps<HAS_PARTS, BLOCK_N / 8, GROUPS * 4>;
+  // Whether S has the line of a linear term already. Wide heads leave no shared memory for it.
+  static constexpr bool LINE_IN_PRODUCT = HAS_LINE && HEAD_DIM <= 128;
+  using Numbers = ColumnNumbers<BLOCK_N>;
   static constexpr int BIAS_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // of each warpgroup
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
   static constexpr int V_OFFSET = K_OFFSET + KV_STAGES * TileK::BYTES;
   static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileV::BYTES;
   static constexpr int BIAS_BYTES = HAS_BIAS ? GROUPS * BIAS_STAGES * TileBias::BYTES : 0;
-  static constexpr int BYTES = BIAS_OFFSET + BIAS_BYTES;
+  static constexpr int NUMBERS_OFFSET = BIAS_OFFSET + BIAS_BYTES;
+  static constexpr int BYTES = NUMBERS_OFFSET + (LINE_IN_PRODUCT ? Numbers::BYTES : 0);
 
   // The address of 64 rows of a column block of Q, or of the O that takes its place.
   __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {

@@ -24,7 +24,16 @@ struct FwdConsumer {
     SeenKeys<Options::BIAS, L::BLOCK_N / 8> keys;
     SeenByText scores;
   };
+  using Lines = TileLines<Options, L>;
+  using SlopeOperand = uint32_t[1][4];
+  // Parts of a text (text/parts.cuh): what a lane has computed, and those of its keys.
+  static constexpr bool HAS_KEY_PARTS = L::HAS_PARTS && has_part(TextParts::KEY);
+  using OwnParts = text::OwnParts<L::HAS_PARTS ? L::BLOCK_N / 8 : 0>;
+  using KeyParts = float[HAS_KEY_PARTS ? L::BLOCK_N / 8 : 1][2];
   static constexpr bool INNER_APART = L::INNER_APART;
+  // Whether a step finds its place in registers. A load from shared memory takes hundreds of clocks
+  // while the products of other warpgroups read theirs.
+  static constexpr bool PLACE_IN_REGISTERS = HAS_USER_SCORE && !Lines::OF_TEXT;
 
   const FlashFwdSm90Params& params;
   FwdShared<L>& shared;
@@ -34,12 +43,17 @@ struct FwdConsumer {
   const int warp_row;  // the first of the warp's 16 in the tile
   const Score<Options, FlashFwdParams> score;
   const int64_t dropout_seed;
+  const FarDistances far;
 
   Ring<L::Q_STAGES> q_ring;
   Ring<L::BIAS_STAGES> bias_ring;
   const typename L::Tile* tile;
   int n;  // counts the key tiles down; key_tile() is the one whose scores come next, or came last
-  int n_begin, inner_begin, inner_end;
+  int n_begin, n_end, inner_begin, inner_end;
+  int turn;                      // that of a TurnedFwdTile
+  int batch, head, first_query;  // the last one is that of this lane
+  float alibi_slope;
+  Lines lines;
   // With the mask of a text: tiles [run_begin, n] are all inner, or all have to be masked.
   int run_begin;
   bool run_is_inner;
@@ -54,6 +68,7 @@ struct FwdConsumer {
         warp_row(group * 64 + threadIdx.x / 32 % 4 * 16),
         score(params.base),
         dropout_seed(Options::DROPOUT ? *params.base.dropout_seed : 0),
+        far(text::far_or_none(params.base)),
         tile(shared.tiles + FWD_TILE_RECORDS - 1) {}
 
   // ---- the order of the warpgroups ----
@@ -85,13 +100,25 @@ struct FwdConsumer {
   // ---- products ----
 
   __device__ __forceinline__ void issue_qk(Scores& s) {
-    using TileQ = typename L::TileQ;
-    using TileK = typename L::TileK;
     shared.k.wait_full(kv_ring);
-    wg_gemm<T, L::HEAD_DIM / 16>(
-        s, WgRowOperand<TileQ>(smem + uniform(q_ring.stage) * TileQ::BYTES, group * 64),
-        WgRowOperand<TileK>(smem + L::K_OFFSET + uniform(kv_ring.stage) * TileK::BYTES, 0),
-        OVERWRITE);
+    wg_gemm<T, L::HEAD_DIM / 16>(s, q_operand(), k_operand(), OVERWRITE);
+  }
+  // The same, and the slope of a far tile, in registers that must be pinned after the wait.
+  __device__ __forceinline__ void issue_qk_and_line(Scores& s, SlopeOperand& slope, bool near) {
+    slope[0][0] = slope[0][1] = lines.operand(key_tile(), near);
+    slope[0][2] = slope[0][3] = 0u;
+    shared.k.wait_full(kv_ring);
+    wg_gemm_and_line<T, L::HEAD_DIM / 16>(
+        s, q_operand(), k_operand(), slope,
+        WgRowOperand<typename L::Numbers::Tile>(uniform(smem + L::NUMBERS_OFFSET), 0));
+  }
+  __device__ __forceinline__ auto q_operand() const {
+    using TileQ = typename L::TileQ;
+    return WgRowOperand<TileQ>(smem + uniform(q_ring.stage) * TileQ::BYTES, group * 64);
+  }
+  __device__ __forceinline__ auto k_operand() const {
+    using TileK = typename L::TileK;
+    return WgRowOperand<TileK>(smem + L::K_OFFSET + uniform(kv_ring.stage) * TileK::BYTES, 0);
   }
 
   __device__ __forceinline__ void issue_pv(Output& acc_o, Weights& p,
@@ -120,37 +147,20 @@ struct FwdConsumer {
     return {{params.base.bias, tile->batch, key_tile() * L::BLOCK_N}, scores};
   }
 
-  // The place of this lane's scores of the key tile.
-  __device__ __forceinline__ ScorePlace<Rows::QUERIES> place_of(const float& alibi_slope) const {
-    const int row = tile->m_begin + warp_row + lane / 4;
-    const int col = key_tile() * L::BLOCK_N + lane % 4 * 2;
-    return {tile->sequence, tile->batch, tile->head, alibi_slope, &dropout_seed, row, col};
+  // The place of this lane's scores of a key tile.
+  __device__ __forceinline__ ScorePlace<Rows::QUERIES> place_of(const float& alibi_slope,
+                                                                int n) const {
+    constexpr bool HAS_ROW = PLACE_IN_REGISTERS || Lines::EXIST;
+    const int row = HAS_ROW ? first_query : tile->m_begin + warp_row + lane / 4;
+    const int col = key_tile(n) * L::BLOCK_N + lane % 4 * 2;
+    const int& batch = PLACE_IN_REGISTERS ? this->batch : tile->batch;
+    const int& head = PLACE_IN_REGISTERS ? this->head : tile->head;
+    return {tile->sequence, batch, head, alibi_slope, &dropout_seed, row, col};
   }
 
-  // ---- parts of a text, which the scores of a tile have in common (text/parts.cuh) ----
-
+  // Where the parts of a text lie that the scores of a tile share.
   __device__ __forceinline__ auto& shared_parts() const {
     return shared.parts[threadIdx.x / 32 - 4];
-  }
-
-  // Computes the parts of the queries.
-  __device__ __forceinline__ void begin_parts() const {
-    if constexpr (L::HAS_PARTS) {
-      const float no_alibi = 0.f;
-      text::set_rows(shared_parts(), place_of(no_alibi), params.base);
-    }
-  }
-
-  // Computes those of the key tile, while its S is in flight.
-  __device__ __forceinline__ text::CommonShift compute_parts() const {
-    if constexpr (L::HAS_PARTS) {
-      const float no_alibi = 0.f;
-      text::OwnParts<L::BLOCK_N / 8> own;
-      text::compute_parts(own, place_of(no_alibi), params.base);
-      return text::share_parts<Rows::QUERIES>(shared_parts(), own);
-    } else {
-      return {};
-    }
   }
 
   // Inner tiles take their weights relative to the maximum of the tiles before, which has settled
@@ -177,18 +187,6 @@ struct FwdConsumer {
   // Whether O is rescaled while the next S is computed. Right after the softmax, the branch would
   // lie on the path from one S to the next, which is the longest one at these head dims.
   static constexpr bool RESCALE_BESIDE_S = L::HEAD_DIM_V > 64 && L::HEAD_DIM_V <= 128;
-
-  // Rescales O by the last update. Most tiles leave the maxima as they are once these have settled,
-  // and the whole warp skips this.
-  __device__ __forceinline__ void rescale_o(Output& acc_o, const RowState& state) {
-    if (__any_sync(0xffffffffu, state.rescale[0] != 1.f || state.rescale[1] != 1.f)) {
-#pragma unroll
-      for (int d = 0; d < L::HEAD_DIM_V / 8; ++d) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc_o[d][i] *= state.rescale[i / 2];
-      }
-    }
-  }
 
   // ---- from tile to tile ----
 
@@ -230,8 +228,20 @@ struct FwdConsumer {
     const TileRange range = next->n_range;
     n = uniform(range.end - 1);
     n_begin = uniform(range.begin);
+    n_end = n + 1;
+    if constexpr (L::FROM_DIAGONAL) turn = uniform(next->turn);
     inner_begin = uniform(range.inner_begin);
     inner_end = uniform(range.inner_end);
+    if constexpr (PLACE_IN_REGISTERS) {
+      batch = uniform(next->batch);
+      head = uniform(next->head);
+    }
+    if constexpr (PLACE_IN_REGISTERS || Lines::EXIST)
+      first_query = next->m_begin + warp_row + lane / 4;
+    if constexpr (Lines::EXIST) {
+      alibi_slope = load_alibi_slope<Options>(params.base, next->batch, next->head);
+      lines.locate(far, next->sequence.diagonal, next->m_begin, warp_row + lane / 4);
+    }
     if constexpr (HAS_MASK_TILES) seek(n);
   }
 
@@ -249,14 +259,14 @@ struct FwdConsumer {
     return !(HAS_MASK_TILES ? run_is_inner : is_inner());
   }
 
-  __device__ __forceinline__ int key_tile() const {
-    return L::FROM_DIAGONAL ? uniform(tile->key_tile(n)) : n;
+  __device__ __forceinline__ int key_tile() const { return key_tile(n); }
+  __device__ __forceinline__ int key_tile(int n) const {
+    return L::FROM_DIAGONAL ? TurnedFwdTile::turned(n, turn, n_begin, n_end) : n;
   }
 
-  // Whether only a text may mask scores of the key tile, and ALiBi, if any, is linear there.
+  // Whether only a text may mask scores of the key tile, and linear terms are linear there.
   __device__ __forceinline__ bool is_inner() const {
-    if (Options::ALIBI_IS_LINE && uniform(tile->template meets_diagonal<L>(key_tile())))
-      return false;
+    if (Lines::EXIST && lines.is_near(key_tile())) return false;
     return is_inside();
   }
   // Whether all queries of the tile see all of its keys, but for the mask of a text.

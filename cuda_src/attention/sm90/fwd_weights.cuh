@@ -7,6 +7,19 @@
 
 using QueryPlace = ScorePlace<Rows::QUERIES>;
 
+// Rescales O by the last update. Most tiles leave the maxima as they are once these have settled,
+// and the whole warp skips this.
+template <int N>
+__device__ __forceinline__ void rescale_o(float (&acc_o)[N][4], const RowState& state) {
+  if (__any_sync(0xffffffffu, state.rescale[0] != 1.f || state.rescale[1] != 1.f)) {
+#pragma unroll
+    for (int d = 0; d < N; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc_o[d][i] *= state.rescale[i / 2];
+    }
+  }
+}
+
 // Computes the S of a warp for a second time, as those of the wgmma are lost: by mma.sync, for
 // which it does not need the rest of its warpgroup. K must not have been given back.
 template <class C>
@@ -89,7 +102,7 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
     };
     // ALiBi and a small tanh become parts of the exponentials.
     const text::SmallTanh tanh(score.inner, score.scale_log2);
-    if (!(small ? update(tanh) : update(score.line(at)))) {
+    if (!(small ? update(tanh) : update(consumer.lines.term(score, consumer.key_tile())))) {
       compute_s_again(consumer, s);
       score.apply(s, at.again(), add_bias, masked);
       apply_masks();
@@ -107,10 +120,19 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
 // Turns S into the score by the parts of a text, except for the mask of the call.
 template <class C>
 __device__ __forceinline__ void apply_parts(C& consumer, typename C::Scores& s,
-                                            const QueryPlace& at, bool masked) {
+                                            const typename C::KeyParts& keys, const QueryPlace& at,
+                                            bool masked) {
   const auto& score = consumer.score;
+  auto parts = text::load_parts(consumer.shared_parts(), threadIdx.x % 32);
+  if constexpr (C::HAS_KEY_PARTS) {  // which were loaded before S was complete
+#pragma unroll
+    for (int n = 0; n < C::Layout::BLOCK_N / 8; ++n) {
+      parts.columns[n][0] = keys[n][0];
+      parts.columns[n][1] = keys[n][1];
+    }
+  }
   text::for_each_with_parts(
-      s, text::load_parts(consumer.shared_parts(), threadIdx.x % 32), score, at, masked,
+      s, parts, score, at, masked,
       [&](float& x, int, int, const text::Parts& parts, auto query, auto key) {
         x = text::score_of_parts(text::Scaled(x, score.inner), parts, at.batch, at.head, query, key,
                                  score.params);
@@ -122,20 +144,21 @@ __device__ __forceinline__ void apply_parts(C& consumer, typename C::Scores& s,
 template <class C>
 __device__ __forceinline__ auto apply_inner_score(C& consumer, typename C::Scores& s,
                                                   const QueryPlace& at,
+                                                  const typename C::KeyParts& keys,
                                                   const text::CommonShift& shift) {
   const auto& score = consumer.score;
-  if constexpr (!C::Layout::HAS_PARTS) {
+  if constexpr (C::Lines::OF_TEXT) {
+    return consumer.lines.term(score, consumer.key_tile());
+  } else if constexpr (!C::Layout::HAS_PARTS) {
     constexpr bool at_old_max = true;
     score.apply(s, at, NoBiasTile(), UNMASKED, at_old_max);
-    return score.line(at);
+    return consumer.lines.term(score, consumer.key_tile());
   } else {
     CommonTerm term = {1.f, 0.f};
     if (C::HAS_SHIFT && shift.exists) {
-      const text::Parts same = {shift.part, 0.f, 0.f};
-      term = {score.inner, text::score_of_parts(text::Scaled(0.f), same, at.batch, at.head, at.row,
-                                                at.col, score.params)};
+      term = {score.inner, text::shift_of_zero(shift, at.batch, at.head, score.params)};
     } else {
-      apply_parts(consumer, s, at, UNMASKED);
+      apply_parts(consumer, s, keys, at, UNMASKED);
     }
     return term;
   }
@@ -145,27 +168,31 @@ __device__ __forceinline__ auto apply_inner_score(C& consumer, typename C::Score
 // their mask or because the old one did not serve, share the code.
 template <class C>
 __device__ __forceinline__ void weigh_either(C& consumer, typename C::Scores& s, RowState& state,
-                                             const QueryPlace& at, const text::CommonShift& shift,
-                                             bool masked, bool at_old_max) {
+                                             const QueryPlace& at, typename C::KeyParts& keys,
+                                             const text::CommonShift& shift, bool masked,
+                                             bool at_old_max) {
   const auto& score = consumer.score;
-  auto& keys = consumer.shared.k;
+  auto& ring = consumer.shared.k;
   at_old_max = at_old_max && !masked;
-  if (!at_old_max) keys.release(consumer.kv_ring.stage);
+  if (!at_old_max) ring.release(consumer.kv_ring.stage);
   bool is_done = false;
   if (at_old_max) {
-    const auto term = apply_inner_score(consumer, s, at, shift);
+    const auto term = apply_inner_score(consumer, s, at, keys, shift);
     is_done = state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, NoOrder(), term);
     if (!is_done) compute_s_again(consumer, s);
-    keys.release(consumer.kv_ring.stage);
+    ring.release(consumer.kv_ring.stage);
   }
   if (!is_done) {
     const QueryPlace again = at.again();
     if constexpr (C::Layout::HAS_PARTS) {
-      apply_parts(consumer, s, again, MASKED);
+      text::share_near_tile(consumer);
+      if constexpr (C::HAS_KEY_PARTS)
+        text::load_columns(keys, consumer.shared_parts(), opaque(consumer.lane));
+      apply_parts(consumer, s, keys, again, MASKED);
     } else {
       score.apply(s, again);
     }
-    score.apply_mask(s, again);
+    if (!(C::Lines::OF_TEXT && consumer.is_inside())) score.apply_mask(s, again);
     state.template update<C::Options::SOFTCAP>(s, score.scale_log2);
   }
 }
@@ -176,14 +203,16 @@ __device__ __forceinline__ void weigh_either(C& consumer, typename C::Scores& s,
 template <class C>
 __device__ __forceinline__ void score_and_softmax(C& consumer, typename C::Scores& s,
                                                   RowState& state, const typename C::Seen& seen,
+                                                  typename C::KeyParts& keys,
                                                   const text::CommonShift& shift, bool masked,
                                                   bool at_old_max) {
   const auto& tile = *consumer.tile;
-  const float alibi_slope =
-      load_alibi_slope<typename C::Options>(consumer.params.base, tile.batch, tile.head);
-  const QueryPlace at = consumer.place_of(alibi_slope);
+  const float alibi_slope = C::Lines::EXIST ? consumer.alibi_slope
+                                            : load_alibi_slope<typename C::Options>(
+                                                  consumer.params.base, tile.batch, tile.head);
+  const QueryPlace at = consumer.place_of(alibi_slope, consumer.n);
   if constexpr (C::ONE_LOOP) {
-    weigh_either(consumer, s, state, at, shift, masked, at_old_max);
+    weigh_either(consumer, s, state, at, keys, shift, masked, at_old_max);
   } else {
     weigh(consumer, s, state, at, seen, masked, at_old_max);
   }

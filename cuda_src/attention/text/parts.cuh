@@ -86,6 +86,20 @@ struct CommonShift {
   float part;
 };
 
+// The score of a text where S is 0.
+template <class Params>
+__device__ __forceinline__ float shift_of_zero(const CommonShift& shift, int batch, int head,
+                                               const Params& params) {
+  return score_of_parts(Scaled(0.f), Parts{shift.part, 0.f, 0.f}, batch, head, 0, 0, params);
+}
+
+// Where the distances of the text are far, if it says so.
+template <class Params>
+__device__ __forceinline__ FarDistances far_or_none(const Params& params) {
+  if constexpr (HAS_USER_FAR) return far_distances(params);
+  return {};
+}
+
 // Computes this lane's share of the parts of a tile. A position past the end counts as the last
 // one, and a distance that only such positions have as another one.
 template <Rows ROWS, int N, class Params>
@@ -156,6 +170,18 @@ __device__ __forceinline__ void set_rows(SharedParts<N>& to, const ScorePlace<RO
     __syncwarp();  // all lanes have read the rows before
     to.rows[lane] = part_of_place<ROWS_ARE_QUERIES>(at.batch, at.head, row, params);
     __syncwarp();
+  }
+}
+
+// Loads the parts of this lane's columns.
+template <int N>
+__device__ __forceinline__ void load_columns(float (&columns)[N][2], const SharedParts<N>& from,
+                                             int lane) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      columns[n][i] = from.columns[lane % 4 * SharedParts<N>::COLUMN_LINE + n * 2 + i];
   }
 }
 

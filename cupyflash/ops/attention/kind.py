@@ -85,8 +85,8 @@ class Features(NamedTuple):
 
     @property
     def bends_scores(self) -> bool:
-        """Whether the text has a score with a slope of its own, or with parts that scores share."""
-        return bool(self.text and self.text.score and (not self.text.adds or self.text.has_parts))
+        """Whether the text has a score that takes registers in the backward."""
+        return bool(self.text and self.text.score and not self.text.is_light)
 
     @property
     def changes_scores(self) -> bool:

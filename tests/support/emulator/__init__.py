@@ -59,7 +59,7 @@ def hopper(folder: Path, without: str = "") -> Iterator[list[str]]:
         change = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
         launched = []
         change(jit, "load", lambda config, device: Emulated(config, folder, launched, without))
-        change(jit, "build", lambda config, arch: Mock(stack_bytes=0, warnings=()))
+        change(jit, "build", lambda config, arch: Mock(stack_bytes=0, spill_bytes=0, warnings=()))
         change(tensor_map.TensorMapSpec, "encode", _encode)
         change(cupy.cuda.runtime, "memsetAsync", lambda *where: ctypes.memset(*where[:3]))
         of_device = cupy.cuda.Device.attributes | {"MultiProcessorCount": MULTIPROCESSORS}

@@ -3,16 +3,17 @@
 The kernels of Hopper compute them once for a tile (``text/parts.cuh``).
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .change import changed
+from .far import Far, far_from_diagonal
 from .functions import FUNCTIONS
-from .tree import Kind, Node, only_adds
+from .tree import Kind, Node, apply, as_float, only_adds
 from .write import nodes
 
-# A part depends on one of these, and perhaps on the head. The forward reads a part of the key as
-# fast from global memory, where most of its lanes have keys of their own.
-VARIABLES = {"fwd": ("distance", "query"), "bwd": ("distance", "query", "key")}
+# A part depends on one of these, and perhaps on the head.
+VARIABLES = ("distance", "query", "key")
 CHEAP = ("abs", "min", "max", "clamp", "relu")  # these take no longer than a load
 # Only a part with one of these can have one value at all distances that are far from the diagonal.
 CONSTANT_SOMEWHERE = ("min", "max", "clamp", "relu", "where", "capture")
@@ -24,14 +25,19 @@ class Parts(NamedTuple):
     Attributes:
         by_variable: for a name of `VARIABLES` the part that depends on it alone, if there is one.
         rest: the tree with ``parts.distance`` and so on in their place.
-        shifts: the rest is the score plus the part of the distance, and what a head has.
+        shifts: the rest is the score plus the part of the distance, and what a head has. Perhaps
+            all distances of a tile have one part.
         is_linear: the derivative of the rest by the score does not depend on the score.
+        far: where such a part is linear. Its slope is that of the rest.
+        is_cheap: the part takes no longer than reading it.
     """
 
     by_variable: dict[str, Node]
     rest: Node
     shifts: bool
     is_linear: bool
+    far: Far | None = None
+    is_cheap: bool = False
 
 
 def taken_out(tree: Node, pass_: str) -> Parts | None:
@@ -41,22 +47,53 @@ def taken_out(tree: Node, pass_: str) -> Parts | None:
     outside of an array. Of several parts of one variable the longest one is taken.
     """
     depends = _Depends()
+    line = _linear(tree, depends)
+    if line and (pass_ == "fwd" or not (line.far.slope or line.is_cheap)):
+        return line
     found: dict[str, Node] = {}
     for x in _candidates(tree, depends):
         (variable,) = depends(x)
-        if variable not in VARIABLES[pass_]:
-            continue
         if variable not in found or _size(x) > _size(found[variable]):
             found[variable] = x
     if not found:
         return None
-    names = {}
-    for variable, x in found.items():
-        names[id(x)] = Node("name", Kind.FLOAT, value=f"parts.{variable}")
-    rest = changed(tree, others=names)
+    rest = _rest(tree, found)
     shifts = list(found) == ["distance"] and only_adds(tree) and not depends(rest)
     shifts = shifts and _may_be_constant(found["distance"], depends)
     return Parts(found, rest, shifts, _is_linear(rest))
+
+
+def _linear(tree: Node, depends: "_Depends") -> Parts | None:
+    """A score plus one number of the distance that is linear far from the diagonal."""
+    if not only_adds(tree):
+        return None
+    terms, rest = [], tree
+    while rest.op != "name":
+        first, second = rest.args
+        if second.of_score:
+            first, second = second, first
+        if depends(second):
+            terms.append((second, rest.op))
+        rest = first
+    if len(terms) != 1 or depends(terms[0][0]) != {"distance"}:
+        return None
+    term, op = terms[0]
+    far = far_from_diagonal(term)
+    if far is None:
+        return None
+    if op == "-" and far.slope is not None:
+        far = far._replace(slope=apply("neg", [far.slope]))
+    part = as_float(term)
+    parts = {"distance": part}
+    return Parts(
+        parts, _rest(tree, {"distance": term}), True, True, far, not _is_worth(part, depends)
+    )
+
+
+def _rest(tree: Node, parts: Mapping[str, Node]) -> Node:
+    """The tree with names in the place of the parts of these variables."""
+    names = {id(x): Node("name", Kind.FLOAT, value=f"parts.{y}") for y, x in parts.items()}
+    return changed(tree, others=names)
 
 
 class _Depends:

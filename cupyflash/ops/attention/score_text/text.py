@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .capture import FIRST_HEAD, HEADS, KEY, PIECES, QUERY, SEQUENCE, Capture
 
 if TYPE_CHECKING:  # the modules of texts are imported when a call has one
+    from .far import Far
     from .parts import Parts
     from .tree import Node
 
@@ -41,16 +42,23 @@ class Text(NamedTuple):
         return _parsed(self.score, self.captures, False) if self.score else None
 
     @property
-    def adds(self) -> bool:
-        """Whether the score is the product of q and k plus terms without it."""
+    def is_light(self) -> bool:
+        """Whether the backward of Hopper has no number of each score in a register.
+
+        That is its slope, or its part of the distance.
+        """
         from .tree import only_adds
 
-        return only_adds(self.score_tree)
+        divided = _in_parts(self, "bwd")
+        if divided is None:
+            return only_adds(self.score_tree)
+        return divided.is_linear and bool(divided.far or "distance" not in divided.by_variable)
 
     @property
-    def has_parts(self) -> bool:
-        """Whether the backward of Hopper computes parts of the score once for many scores."""
-        return _in_parts(self, "bwd") is not None
+    def has_line(self) -> bool:
+        """Whether the forward of Hopper adds a term that is linear far from the diagonal."""
+        divided = _in_parts(self, "fwd") if self.score and not self.mask else None
+        return bool(divided and divided.far and divided.far.slope)
 
     @property
     def mask_tree(self) -> "Node | None":
@@ -110,6 +118,9 @@ def _header(text: Text, pass_: str) -> str:
         for variable, part in divided.by_variable.items():
             lines += _function(part, f"part_of_{variable}", "float", {}, text.score)
         lines += _function(divided.rest, "score_of_parts", "N", numbers, text.score)
+        lines += _far_distances(divided.far) if divided.far else []
+        if divided.far and divided.far.slope:
+            lines += _function(divided.far.slope, "slope_of_distance", "float", {}, text.score)
     if text.mask_tree is not None:
         lines += _function(text.mask_tree, "user_mask", "bool", {}, text.mask)
     if text.drops:
@@ -128,9 +139,26 @@ def _in_parts(text: Text, pass_: str) -> "Parts | None":
 def _part_macros(divided: "Parts | None") -> list[str]:
     if divided is None:
         return []
-    words = [x.upper() for x in divided.by_variable] + ["SHIFT"] * divided.shifts
-    words += ["SLOPE"] * divided.is_linear
-    return [f"#define USER_PARTS ({' | '.join(f'int(TextParts::{x})' for x in words)})"]
+    words = [x.upper() for x in divided.by_variable if not divided.is_cheap]
+    words += ["SHIFT"] * divided.shifts + ["SLOPE"] * divided.is_linear
+    words += ["LINE"] * bool(divided.far and divided.far.slope)
+    macros = [f"#define USER_PARTS ({' | '.join(f'int(TextParts::{x})' for x in words)})"]
+    if divided.far:
+        macros.append("#define USER_FAR")
+    return macros
+
+
+def _far_distances(far: "Far") -> list[str]:
+    sides = {"behind": far.behind, "ahead": far.ahead}
+    bounds = [(side, x.to_cpp()) for side, found in sides.items() for x in sorted(found or ())]
+    return [
+        "__device__ __forceinline__ FarDistances far_distances(const Captures& captures) {",
+        "  FarDistances far = {};",
+        *(f"  far.{side} = FarDistances::NEVER;" for side, x in sides.items() if x is None),
+        *(f"  far.raise(far.{side}, {bound});" for side, bound in bounds),
+        "  return far;",
+        "}",
+    ]
 
 
 def _first_weight() -> list[str]:

@@ -46,8 +46,9 @@ FORWARD_TILES_LOW = {
 SHORT_MASKED = {32: 1, 64: 2, 96: 1, 128: 3, 192: 2, 256: 3}
 SHORT_PLAIN = {32: 3, 64: 3, 96: 3, 128: 3, 192: 3, 256: 4}
 # Softcap, ALiBi and dropout need more registers than a third of the file, so they take the low
-# tiles; softcap or ALiBi alone leaves enough for a wider one.
+# tiles; softcap or ALiBi alone leaves enough for a wider one, or for more queries and fewer keys.
 FORWARD_TILES_ONE = FORWARD_TILES_LOW | {192: (128, 112, 1, 2)}
+FORWARD_TILES_ONE_HIGH = {32: (192, 112, 2, 4), 64: (192, 96, 2, 3), 96: (192, 96, 2, 2)}
 # A bias needs even more.
 FORWARD_TILES_BIAS = {
     32: (128, 80, 2, 4),
@@ -57,6 +58,8 @@ FORWARD_TILES_BIAS = {
     192: (128, 80, 1, 2),
     256: (128, 64, 1, 2),
 }
+# So does a softcap beside ALiBi or a key mask.
+FORWARD_TILES_SOFTCAP = FORWARD_TILES_BIAS | {96: (128, 96, 2, 2)}
 # ALiBi and dropout beside a bias need even more.
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # A bias that TMA loads lies in shared memory instead of registers, so the low tiles serve it. Pair
@@ -64,7 +67,11 @@ FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 FORWARD_TILES_TMA_BIAS = FORWARD_TILES_LOW | {32: (192, 96, 2, 3)}
 # A text that is a score, with no mask or option beside it, takes the first of these tiles for which
 # it leaves registers enough. Other texts, and other head dims, take the low tiles.
-FORWARD_TILES_TEXT = {64: ((192, 128, 2, 3), (192, 112, 2, 3))}
+FORWARD_TILES_TEXT = {
+    32: ((192, 128, 2, 4), (192, 96, 2, 4)),
+    64: ((192, 128, 2, 3), (192, 96, 2, 3)),
+    96: ((192, 96, 2, 2),),
+}
 # The rows of keys of the last tile that is tried for a text, which may need many registers.
 TEXT_KEYS = 64
 # One tile holds all keys where there are as few as the tokens of a text (77).
@@ -89,6 +96,9 @@ FORWARD_CANDIDATES = {
 # The tile by (head dim, head dim of v and out), and that of short masked sequences.
 FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
 
+# Up to this head dim, a step of the product adds the line of a linear term to S. It reads a row of
+# so many bytes for each column.
+MAX_LINE, LINE_BYTES = 128, 64
 FEW_TILES_ROWS = (128, 64)  # queries of the tiles that serve where there are few of them
 COMBINE_ROWS = 4  # rows of a block of the kernel that combines, a warp each
 
@@ -107,9 +117,18 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
     if bias in BIAS_BY_TMA:
         stages = 2 if padded <= 64 else 1
         smem_bytes += stages * block_m * shared_columns(block_n) * 2
+    elif padded <= MAX_LINE and has_line(features):
+        smem_bytes += block_n * LINE_BYTES
     sizes = (padded, head_dim_v, *tile)
     others = {"text": features.text, "tiles": features.mask_has_tiles, "paged": features.paged}
     return FlashFwdSm90(dtype, *sizes, *switches, False, smem_bytes, **others)
+
+
+def has_line(features: Features) -> bool:
+    """Whether S may have a term that is a line of the distance far from the diagonal."""
+    of_text = features.text and features.text.has_line and not features.bias
+    of_alibi = features.alibi and not features.softcap and features.bias in (0, KEY_MASK)
+    return of_alibi or bool(of_text)
 
 
 def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
@@ -202,9 +221,13 @@ def _forward_tile(padded: int, features: Features) -> Tile:
     masked = features.masked and features.short >= SHORT_MASKED[padded]
     fits = features.fits_128 and features.short >= SHORT_PLAIN[padded]
     if not _is_plain(features):
-        several = features.dropout or (features.softcap and (features.alibi or bias))
-        several = several or features.text
+        several = features.dropout or features.text
+        several = several or features.softcap + features.alibi + bool(bias) > 1
         tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
+        if features.softcap and (features.alibi or bias):
+            tile = FORWARD_TILES_SOFTCAP[padded]
+        if not (several or masked or fits):
+            tile = FORWARD_TILES_ONE_HIGH.get(padded, tile)
         if features.writes_scores and not (features.text.mask or any(switches) or masked or fits):
             tile = FORWARD_TILES_TEXT.get(padded, (tile,))[0]
     elif masked or fits:

@@ -1,0 +1,114 @@
+// Terms of the scores that are linear in the distance of query and key where tiles are far from the
+// diagonal: ALiBi, or what a text adds to the score (score_text/far.py). There a term needs no
+// instruction of a score's own: it is one number of a row, and where there is room for the numbers
+// of the columns, S gets the rest by one more step of its product (common/column_line.cuh).
+#pragma once
+#include "../../common/column_line.cuh"
+#include "../../ptx/warpgroup.cuh"
+#include "parts.cuh"
+
+// Whether the kernel takes the term of a text so. Near tiles then count as tiles with a mask, so
+// that only one copy of the code has the text.
+template <class Options>
+constexpr bool TEXT_HAS_FAR =
+    HAS_USER_SCORE && HAS_USER_FAR && !HAS_USER_MASK && Options::BIAS == BiasKind::NONE;
+// Whether S may have the line of a term. A softcap comes between S and ALiBi, and a bias leaves no
+// registers for the operand.
+template <class Options>
+constexpr bool S_HAS_LINE =
+    (Options::ALIBI && !Options::SOFTCAP &&
+     (Options::BIAS == BiasKind::NONE || Options::BIAS == BiasKind::KEY_MASK)) ||
+    (TEXT_HAS_FAR<Options> && has_part(TextParts::LINE));
+
+// A term of the score, in the units that it has before the softmax: shift + slope * (query - key).
+struct DistanceLine {
+  float slope;
+  float shift;
+};
+
+namespace text {
+
+// What a text adds at distances on the side of this one, from there on.
+template <class Params>
+__device__ __forceinline__ DistanceLine line_from(int distance, int batch, int head,
+                                                  const Params& params) {
+  const int query = max(distance, 0), key = max(-distance, 0);
+  float slope = 0.f;
+  if constexpr (has_part(TextParts::LINE))
+    slope = slope_of_distance(batch, head, query, key, params);
+  const CommonShift shift = {true, part_of_distance(batch, head, query, key, params)};
+  return {slope, shift_of_zero(shift, batch, head, params) - slope * float(distance)};
+}
+
+}  // namespace text
+
+// The lines of a query tile, for one lane of the forward. L is the FwdLayout.
+template <class Options, class L>
+struct TileLines {
+  static constexpr bool OF_TEXT = TEXT_HAS_FAR<Options>;
+  static constexpr bool EXIST = OF_TEXT || Options::ALIBI_IS_LINE;
+
+  // Key tiles in front of near_begin lie far behind the queries, and those from near_end on far
+  // ahead of them.
+  int near_begin, near_end;
+  int first_distance;  // of the lane's first query from key 0
+  DistanceLine behind, ahead;
+  uint32_t operand_behind, operand_ahead;  // the slopes as operands of the product
+
+  __device__ __forceinline__ bool is_near(int key_tile) const {
+    return key_tile >= near_begin && key_tile < near_end;
+  }
+  __device__ __forceinline__ bool is_behind(int key_tile) const { return key_tile < near_begin; }
+
+  // Finds the near tiles of the query tile that begins at m_begin.
+  __device__ __forceinline__ void locate(const FarDistances& far, int diagonal, int m_begin,
+                                         int row) {
+    const FarDistances least = OF_TEXT ? far : FarDistances{-diagonal, diagonal};
+    const int64_t behind_from = int64_t(m_begin) + 1 - least.behind;
+    const int64_t ahead_from = int64_t(m_begin) + (L::BLOCK_M - 1) + least.ahead;
+    near_begin = uniform(int(max(behind_from, int64_t(0)) / L::BLOCK_N));
+    near_end = uniform(int((max(ahead_from, int64_t(0)) + L::BLOCK_N - 1) / L::BLOCK_N));
+    first_distance = m_begin + row + (OF_TEXT ? 0 : diagonal);
+  }
+
+  // Finds the lines, for key tiles [n_begin, n_end): a text is not read where no tile is far.
+  template <class Score>
+  __device__ __forceinline__ void begin(const Score& score, const FarDistances& far,
+                                        float alibi_slope, int batch, int head, int n_begin,
+                                        int n_end) {
+    if constexpr (OF_TEXT) {
+      if (near_begin > n_begin) behind = text::line_from(far.behind, batch, head, score.params);
+      if (near_end < n_end) ahead = text::line_from(-far.ahead, batch, head, score.params);
+    } else {
+      behind = {-score.to_units(alibi_slope), 0.f};
+      ahead = {-behind.slope, 0.f};
+    }
+    if constexpr (L::LINE_IN_PRODUCT) {
+      const float by_column = OF_TEXT ? -rcp_approx(score.inner) : -1.f;  // in the units of S
+      operand_behind = slope_operand<typename Options::T>(behind.slope * by_column);
+      operand_ahead = slope_operand<typename Options::T>(ahead.slope * by_column);
+    }
+  }
+
+  // The operand for a key tile, which adds nothing to a near one.
+  __device__ __forceinline__ uint32_t operand(int key_tile, bool near) const {
+    return near ? 0u : is_behind(key_tile) ? operand_behind : operand_ahead;
+  }
+
+  // What the scores of a far key tile lack.
+  template <class Score>
+  __device__ __forceinline__ auto term(const Score& score, int key_tile) const {
+    const DistanceLine line = is_behind(key_tile) ? behind : ahead;
+    const float factor = OF_TEXT ? score.inner : 1.f;
+    if constexpr (!EXIST) {
+      return NoLinearTerm();
+    } else if constexpr (OF_TEXT && !has_part(TextParts::LINE)) {
+      return CommonTerm{factor, line.shift};
+    } else {
+      const int column = L::LINE_IN_PRODUCT ? L::Numbers::MIDDLE : threadIdx.x % 4 * 2;
+      const int distance = first_distance - (key_tile * L::BLOCK_N + column);
+      const float row = line.shift + line.slope * float(distance);
+      return LinearTerm<L::LINE_IN_PRODUCT>{-line.slope, {row, row + 8.f * line.slope}, factor};
+    }
+  }
+};
