@@ -495,6 +495,8 @@ def test_interrupted_warmup(workspace, jobs):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell starts what runs in the background without this signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert re.match(r"cupyflash: \d+ kernels to compile, about ", process.stderr.readline())
     deadline = time.monotonic() + 60
