@@ -41,8 +41,7 @@ struct BwdLayout {
   // Whether scores read parts of a text from shared memory (text/parts.cuh).
   static constexpr bool HAS_PARTS = HAS_USER_PARTS && !HAS_MASK_TILES;
   // Whether all scores of a tile that is far from the diagonal have the same shift.
-  static constexpr bool HAS_FAR =
-      HAS_PARTS && HAS_USER_FAR && Options::BIAS == BiasKind::NONE && !HAS_USER_MASK;
+  static constexpr bool HAS_FAR = HAS_PARTS && TEXT_HAS_FAR<Options>;
   using Shared = typename text::PartsOfWarps<HAS_PARTS, BLOCK_M / 8, CONSUMERS / 32,
                                              BwdShared<BlockTile, BLOCK_M, STAGES>>::Type;
   using TileKV = SmemTile<BLOCK_N, tile_columns(HEAD_DIM)>;

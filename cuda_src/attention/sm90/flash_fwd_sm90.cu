@@ -81,11 +81,7 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   state.begin(consumer.score.scale_log2);
   const bool masked = consumer.is_masked();
   text::begin_query_tile(consumer, own_parts);
-  if constexpr (C::Lines::EXIST) {
-    const auto& tile = *consumer.tile;
-    consumer.lines.begin(consumer.score, consumer.far, consumer.alibi_slope, tile.batch, tile.head,
-                         consumer.n_begin, consumer.n_end);
-  }
+  if constexpr (C::Lines::EXIST) consumer.lines.begin(consumer);
   typename C::KeyParts keys;
   const text::CommonShift shift = text::share_key_tile(consumer, own_parts, keys);
   score_and_softmax(consumer, s, state, consumer.load_seen(seen_by_text), keys, shift, masked,

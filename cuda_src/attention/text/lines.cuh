@@ -28,7 +28,7 @@ struct DistanceLine {
 
 namespace text {
 
-// What a text adds at distances on the side of this one, from there on.
+// The line that a text adds to the scores from this distance on, on its side of the diagonal.
 template <class Params>
 __device__ __forceinline__ DistanceLine line_from(int distance, int batch, int head,
                                                   const Params& params) {
@@ -71,16 +71,19 @@ struct TileLines {
     first_distance = m_begin + row + (OF_TEXT ? 0 : diagonal);
   }
 
-  // Finds the lines, for key tiles [n_begin, n_end): a text is not read where no tile is far.
-  template <class Score>
-  __device__ __forceinline__ void begin(const Score& score, const FarDistances& far,
-                                        float alibi_slope, int batch, int head, int n_begin,
-                                        int n_end) {
+  // Finds the lines of the query tile of a FwdConsumer.
+  template <class C>
+  __device__ __forceinline__ void begin(const C& consumer) {
+    const auto& score = consumer.score;
     if constexpr (OF_TEXT) {
-      if (near_begin > n_begin) behind = text::line_from(far.behind, batch, head, score.params);
-      if (near_end < n_end) ahead = text::line_from(-far.ahead, batch, head, score.params);
+      const int batch = consumer.tile->batch, head = consumer.tile->head;
+      const FarDistances& far = consumer.far;
+      // A text is not read on a side on which no key tile is far.
+      if (near_begin > consumer.n_begin)
+        behind = text::line_from(far.behind, batch, head, score.params);
+      if (near_end < consumer.n_end) ahead = text::line_from(-far.ahead, batch, head, score.params);
     } else {
-      behind = {-score.to_units(alibi_slope), 0.f};
+      behind = {-score.to_units(consumer.alibi_slope), 0.f};
       ahead = {-behind.slope, 0.f};
     }
     if constexpr (L::LINE_IN_PRODUCT) {
@@ -95,7 +98,7 @@ struct TileLines {
     return near ? 0u : is_behind(key_tile) ? operand_behind : operand_ahead;
   }
 
-  // What the scores of a far key tile lack.
+  // The term that update_at_old_max() adds to the scores of a far key tile.
   template <class Score>
   __device__ __forceinline__ auto term(const Score& score, int key_tile) const {
     const DistanceLine line = is_behind(key_tile) ? behind : ahead;

@@ -189,13 +189,9 @@ __device__ __forceinline__ void load_columns(float (&columns)[N][2], const Share
 template <int N>
 __device__ __forceinline__ LaneParts<N> load_parts(const SharedParts<N>& from, int lane) {
   LaneParts<N> parts;
+  load_columns(parts.columns, from, lane);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    parts.rows[i] = from.rows[lane / 4 + i * 8];
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-      parts.columns[n][i] = from.columns[lane % 4 * SharedParts<N>::COLUMN_LINE + n * 2 + i];
-  }
+  for (int i = 0; i < 2; ++i) parts.rows[i] = from.rows[lane / 4 + i * 8];
   if constexpr (has_part(TextParts::DISTANCE)) {
     const int line = lane % 4 * 2 - lane / 4 + 7;
 #pragma unroll

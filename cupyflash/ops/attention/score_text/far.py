@@ -57,7 +57,9 @@ Found = tuple[Bounds, Integer | None]
 
 
 class Line(NamedTuple):
-    """What a node is where the distance, or its opposite, is within bounds, and not negative.
+    """A node on one side of the diagonal, where the distance is within bounds: a line of it.
+
+    The distance is query - key, or key - query on the other side, and not negative.
 
     Attributes:
         slope: the derivative by query - key, None for 0.
@@ -87,13 +89,13 @@ def far_from_diagonal(x: Node) -> Far | None:
     """Where a number that depends on the distance alone is linear; None if nowhere, or far off."""
     sides = [_Side(sign)(x) for sign in (1, -1)]
     behind, ahead = (None if y is None or _is_distant(y.bounds) else y for y in sides)
-    if behind and ahead and (behind.slope or ahead.slope):
-        slopes = [y.slope or literal(0.0) for y in (behind, ahead)]
-        slope = apply("where", [apply(">=", [name("query"), name("key")]), *slopes])
-    else:
-        slope = next((y.slope for y in (behind, ahead) if y), None)
-    if not (behind or ahead):
+    slopes = [y.slope for y in (behind, ahead) if y is not None]
+    if not slopes:
         return None
+    slope = slopes[0]
+    if len(slopes) == 2 and any(slopes):
+        both = [x or literal(0.0) for x in slopes]
+        slope = apply("where", [apply(">=", [name("query"), name("key")]), *both])
     return Far(behind and behind.bounds, ahead and ahead.bounds, slope)
 
 
@@ -214,7 +216,7 @@ def _line(integer: Integer, bounds: Bounds = frozenset()) -> Line:
 
 
 def _product(a: Integer, b: Integer) -> Found | None:
-    """Of integers of which one is a literal."""
+    """The product of two integers, if one of them is a literal."""
     for x, y in ((a, b), (b, a)):
         if not (y.slope or y.shift.numbers):
             return frozenset(), Integer(0).plus(x, y.shift.constant)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .change import changed
 from .far import Far, far_from_diagonal
 from .functions import FUNCTIONS
-from .tree import Kind, Node, apply, as_float, only_adds
+from .tree import Kind, Node, added_terms, apply, as_float, only_adds
 from .write import nodes
 
 # A part depends on one of these, and perhaps on the head.
@@ -65,19 +65,10 @@ def taken_out(tree: Node, pass_: str) -> Parts | None:
 
 def _linear(tree: Node, depends: "_Depends") -> Parts | None:
     """A score plus one number of the distance that is linear far from the diagonal."""
-    if not only_adds(tree):
+    terms = [(op, term) for op, term in added_terms(tree) or () if depends(term)]
+    if len(terms) != 1 or depends(terms[0][1]) != {"distance"}:
         return None
-    terms, rest = [], tree
-    while rest.op != "name":
-        first, second = rest.args
-        if second.of_score:
-            first, second = second, first
-        if depends(second):
-            terms.append((second, rest.op))
-        rest = first
-    if len(terms) != 1 or depends(terms[0][0]) != {"distance"}:
-        return None
-    term, op = terms[0]
+    ((op, term),) = terms
     far = far_from_diagonal(term)
     if far is None:
         return None

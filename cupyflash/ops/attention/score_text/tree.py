@@ -228,11 +228,20 @@ def number_of(comparison: str, a: Node, b: Node) -> Node:
     return apply("where", [apply("||", first), a, b])
 
 
+def added_terms(score: Node) -> list[tuple[str, Node]] | None:
+    """The terms that a tree adds to the score ("+") or takes away ("-"); None if it does more."""
+    terms = []
+    while score.op in ("+", "-"):
+        first, second = score.args
+        if score.op == "+" and second.of_score:
+            first, second = second, first
+        if second.of_score:
+            return None
+        terms.append((score.op, second))
+        score = first
+    return terms if score.op == "name" and score.value == "score" else None
+
+
 def only_adds(score: Node) -> bool:
     """Whether a tree is the score plus terms without it."""
-    if score.op == "name":
-        return score.value == "score"
-    if score.op not in ("+", "-") or len(score.args) != 2:
-        return False
-    first, second = score.args if score.op == "-" or score.args[0].of_score else score.args[::-1]
-    return not second.of_score and only_adds(first)
+    return added_terms(score) is not None
