@@ -58,8 +58,8 @@ FORWARD_TILES_BIAS = {
     192: (128, 80, 1, 2),
     256: (128, 64, 1, 2),
 }
-# So does a softcap beside ALiBi or a key mask.
-FORWARD_TILES_SOFTCAP = FORWARD_TILES_BIAS | {96: (128, 96, 2, 2)}
+# So does ALiBi beside a bias, and a softcap beside ALiBi or a key mask.
+FORWARD_TILES_TWO = FORWARD_TILES_BIAS | {96: (128, 96, 2, 2)}
 # ALiBi and dropout beside a bias need even more.
 FORWARD_TILES_SEVERAL = {64: (128, 96, 2, 3)}
 # A bias that TMA loads lies in shared memory instead of registers, so the low tiles serve it. Pair
@@ -225,7 +225,7 @@ def _forward_tile(padded: int, features: Features) -> Tile:
         several = several or features.softcap + features.alibi + bool(bias) > 1
         tile = (FORWARD_TILES_LOW if several else FORWARD_TILES_ONE)[padded]
         if features.softcap and (features.alibi or bias):
-            tile = FORWARD_TILES_SOFTCAP[padded]
+            tile = FORWARD_TILES_TWO[padded]
         if not (several or masked or fits):
             tile = FORWARD_TILES_ONE_HIGH.get(padded, tile)
         if features.writes_scores and not (features.text.mask or any(switches) or masked or fits):
@@ -238,7 +238,7 @@ def _forward_tile(padded: int, features: Features) -> Tile:
         low = features.masked or features.fits_128
         tile = (FORWARD_TILES_LOW if low else FORWARD_TILES_TMA_BIAS)[padded]
     elif bias not in (0, KEY_MASK):  # a key mask alone takes few registers
-        tile = FORWARD_TILES_BIAS[padded]
+        tile = (FORWARD_TILES_TWO if features.alibi else FORWARD_TILES_BIAS)[padded]
         if features.alibi and features.dropout:
             tile = FORWARD_TILES_SEVERAL.get(padded, tile)
     return tile
