@@ -167,8 +167,10 @@ struct Score {
   __device__ __forceinline__ void apply_softcap(float (&s)[N][4],
                                                 Tanhs tanhs = Tanhs::ONE_BY_ONE) const {
     if constexpr (Options::SOFTCAP) {
-      if (tanhs == Tanhs::SMALL_APART && text::SmallTanh::serves(s, inner)) {
-        const text::SmallTanh tanh(inner);
+      using Small = text::SmallTanh<7>;
+      if (tanhs == Tanhs::SMALL_APART &&
+          __all_sync(0xffffffffu, text::largest_argument(s, inner) < Small::LIMIT)) {
+        Small tanh(inner);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
 #pragma unroll

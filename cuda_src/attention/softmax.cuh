@@ -39,6 +39,7 @@ struct NoOrder {
 // IN_PRODUCT: they have the slope already.
 template <bool IN_PRODUCT>
 struct LinearTerm {
+  static constexpr bool MAY_FAIL = false;
   float slope;
   float term[2];
   float factor;
@@ -51,6 +52,7 @@ struct LinearTerm {
 };
 // A product and a term that all scores of a warp have in common.
 struct CommonTerm {
+  static constexpr bool MAY_FAIL = false;
   float factor;
   float term;
 
@@ -59,6 +61,7 @@ struct CommonTerm {
   }
 };
 struct NoLinearTerm {
+  static constexpr bool MAY_FAIL = false;
   __device__ float scaled(float score, int, int, float scale, float offset) const {
     return score * scale - offset;
   }
@@ -128,7 +131,8 @@ struct RowState {
   // relative to the old ones, and `rescale` is 1. Any number near the maximum would do as well: in
   // floating point, weights above 1 are as exact as those below. Returns false, with the state as
   // it was, if the weights of a row reach `limit` or are NaN: then the scores are lost, and the
-  // caller computes them again, for update(). `term` is what the scores lack.
+  // caller computes them again, for update(). `term` is what the scores lack; one that MAY_FAIL
+  // counts, too.
   template <int N, class Order = NoOrder, class Term = NoLinearTerm>
   __device__ __forceinline__ bool update_at_old_max(float (&scores)[N][4], float scale_log2,
                                                     float limit, Order order = {}, Term term = {}) {
@@ -139,6 +143,9 @@ struct RowState {
       const float offset = __fmul_rn(max[half], scale) - zero;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
+        if constexpr (Term::MAY_FAIL) {
+          if (n % 4 == 0 && n >= 8) term.wait_for(scores[n - 5][2 * half]);
+        }
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
           scores[n][i] = exp2_approx(term.scaled(scores[n][i], half, n * 8 + i % 2, scale, offset));
@@ -152,7 +159,9 @@ struct RowState {
 #pragma unroll
       for (int n = 0; n < N; ++n) sums[half] += scores[n][2 * half] + scores[n][2 * half + 1];
     }
-    if (!__all_sync(0xffffffffu, sums[0] < limit && sums[1] < limit)) return false;
+    bool serves = sums[0] < limit && sums[1] < limit;
+    if constexpr (Term::MAY_FAIL) serves = serves && term.served();
+    if (!__all_sync(0xffffffffu, serves)) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] += sums[half];

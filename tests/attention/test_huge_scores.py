@@ -3,7 +3,7 @@
 import numpy
 import pytest
 from matrix import each_library
-from targets import FORCED, GPU_TARGETS, TARGETS, backends
+from targets import FORCED, GPU_TARGETS, TARGETS, backends, large_tiles
 
 import cupyflash
 from cupyflash import environment
@@ -58,13 +58,31 @@ def test_softcap(target, softcap):
 
 @each_library()
 @pytest.mark.parametrize("factor", [1e-7, 2e-5, 1e-3, 1.0, 1e5])
-@pytest.mark.parametrize("spread", [0.08, 0.2, 0.5])
+@pytest.mark.parametrize("spread", [0.03, 0.08, 0.2, 0.5])
 def test_softcap_of_small_scores(target, factor, spread):
-    """tanh(factor * q k^T) on both sides of 0.4, up to which Hopper has a polynomial."""
-    softcap, rng = 50.0, numpy.random.default_rng(9)
-    values = rng.standard_normal((3, 1, 700, 1, 64))
-    size = (spread / factor / 8) ** 0.5
-    q, k, v = (target.array(x, "float16") for x in (size * values[0], size * values[1], values[2]))
+    """tanh(factor * q k^T) on both sides of 0.22 and 0.4, up to which Hopper has polynomials."""
+    values = numpy.random.default_rng(9).standard_normal((3, 700, 64))
+    values[:2] *= (spread / factor / 8) ** 0.5
+    check_softcap(target, values, factor)
+
+
+@each_library()
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("greater", [3, 12, 50])
+def test_softcap_of_sudden_scores(target, head_dim, greater):
+    """Hopper no longer looks at scores before their tanh after many tiles of small ones."""
+    values = numpy.random.default_rng(9).standard_normal((3, 5000, head_dim))
+    values[:2] *= (0.04 / head_dim**0.5) ** 0.5
+    values[1, [3, 700, 701, 1900]] *= greater
+    with large_tiles():  # otherwise blocks share the keys, and none has many tiles
+        check_softcap(target, values, 1.0)
+
+
+def check_softcap(target, values, factor):
+    """Of q, k and v without batch and heads, with tanh(factor * q k^T)."""
+    softcap = 50.0
+    q, k, v = (target.array(x[None, :, None], "float16") for x in values)
+    q = q[:, :700]
     exact = [to_float64(x)[0, :, 0] for x in (q, k, v)]
     scores = softcap * numpy.tanh(factor * exact[0] @ exact[1].T)
     weights = numpy.exp(scores - scores.max(-1, keepdims=True))

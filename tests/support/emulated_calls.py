@@ -65,6 +65,10 @@ def cases():
     inputs = make_inputs("torch", "float16", **LENGTHS, heads_q=2)
     yield "ALiBi behind a softcap", inputs, options | {"softcap": 3.0}
 
+    inputs = make_inputs("torch", "float16", **LENGTHS | {"seqlen_k": 2800}, heads_q=1)
+    inputs.k[:, 20] *= 6  # in one of the last tiles, of which nobody expects it
+    yield "scores near the softcap behind many that are far below it", inputs, {"softcap": 50.0}
+
 
 def check_cases(folder):
     for number, (name, inputs, options) in enumerate(cases()):

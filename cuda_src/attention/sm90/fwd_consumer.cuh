@@ -54,6 +54,7 @@ struct FwdConsumer {
   int batch, head, first_query;  // the last one is that of this lane
   float alibi_slope;
   Lines lines;
+  text::TanhSizes tanhs;  // only with HAS_SMALL_TANH
   // With the mask of a text: tiles [run_begin, n] are all inner, or all have to be masked.
   int run_begin;
   bool run_is_inner;

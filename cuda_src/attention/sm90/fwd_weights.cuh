@@ -69,9 +69,10 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
     if (masked) score.apply_seen(s, seen.scores);
     if (masked && !(HAS_MASK_TILES && consumer.is_inside())) score.apply_mask(s, at);
   };
-  const bool small =
-      C::HAS_SMALL_TANH && at_old_max && !masked && text::SmallTanh::serves(s, score.inner);
-  if (!small) {
+  using text::TanhSize;
+  TanhSize size = TanhSize::LARGE;
+  if (C::HAS_SMALL_TANH && at_old_max && !masked) size = consumer.tanhs.expected(s, score.inner);
+  if (size == TanhSize::LARGE) {
     score.apply(s, at, add_bias, masked, at_old_max);
     apply_masks();
   }
@@ -97,13 +98,17 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
     }
   }();
   if (at_old_max) {
+    // ALiBi and a small tanh become parts of the exponentials.
     const auto update = [&](auto term) {
       return state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, order, term);
     };
-    // ALiBi and a small tanh become parts of the exponentials.
-    const text::SmallTanh tanh(score.inner, score.scale_log2);
-    if (!(small ? update(tanh) : update(consumer.lines.term(score, consumer.key_tile())))) {
+    const bool done =
+        size == TanhSize::LARGE   ? update(consumer.lines.term(score, consumer.key_tile()))
+        : size == TanhSize::SMALL ? update(text::SmallTanh<7>(score.inner, score.scale_log2))
+                                  : update(text::SmallTanh<5>(score.inner, score.scale_log2));
+    if (!done) {
       compute_s_again(consumer, s);
+      if constexpr (C::HAS_SMALL_TANH) consumer.tanhs.check_again();
       score.apply(s, at.again(), add_bias, masked);
       apply_masks();
       state.template update<Options::SOFTCAP>(s, score.scale_log2);

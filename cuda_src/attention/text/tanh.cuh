@@ -27,44 +27,95 @@ __device__ __forceinline__ void tanh_of_four_log2(float (&x)[4], bool keeps_nan)
   }
 }
 
+// The largest argument of a tanh in this lane, |inner| * x, or infinity if the powers of `inner` do
+// not fit float. NaN does not count.
+template <int N>
+__device__ __forceinline__ float largest_argument(const float (&s)[N][4], float inner) {
+  float most[4] = {};  // one after the other, each maximum would wait for the one before
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most[i] = fmaxf(most[i], fabsf(s[n][i]));
+  }
+  inner = fabsf(inner);
+  const float of_all = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+  return inner >= 1e-5f && inner <= 1e4f ? of_all * inner : INF;
+}
+
 // outer * tanh(inner * x) for small arguments, without exponentials and reciprocals: the odd
-// polynomial of degree 7 with the least greatest error, which is 1.9e-8 of `outer`. The
-// arguments of scores far below their cap are all small.
+// polynomial of this degree with the least greatest error, which is 2e-8 of `outer`. The arguments
+// of scores far below their cap are all small. NaN stays NaN.
+//
+// It is written in v = x^2 - limit, whose sign says whether x is small. So the signs of all v
+// together tell afterwards whether it served, for half an instruction a score.
+template <int DEGREE>
 struct SmallTanh {
-  static constexpr float LIMIT = 0.4f;                // of the arguments
-  static constexpr float LEAST = 1e-5f, MOST = 1e4f;  // of `inner`, whose powers must fit float
-  float c1, c3, c5, c7;
+  static_assert(DEGREE == 5 || DEGREE == 7, "these have coefficients");
+  static constexpr bool MAY_FAIL = true;
+  static constexpr float LIMIT = DEGREE == 7 ? 0.4f : 0.22f;  // of the arguments
+  // The polynomial in x^2 has the coefficients A, and that in v the coefficients B.
+  static constexpr double A0 = DEGREE == 7 ? 0.99999957 : 0.99999936;
+  static constexpr double A1 = DEGREE == 7 ? -0.33329726 : -0.33322652;
+  static constexpr double A2 = DEGREE == 7 ? 0.13250567 : 0.12887798;
+  static constexpr double A3 = DEGREE == 7 ? -0.04682574 : 0.;
+  static constexpr double U = double(LIMIT) * LIMIT;
+  static constexpr float B0 = float(A0 + U * (A1 + U * (A2 + U * A3)));
+  static constexpr float B1 = float(A1 + U * (2 * A2 + U * 3 * A3));
+  static constexpr float B2 = float(A2 + U * 3 * A3);
+  static constexpr float B3 = float(A3);
+
+  float limit;
+  float c0, c1, c2, c3;
+  int signs = -1;
 
   __device__ explicit SmallTanh(float inner, float outer = 1.f) {
     const float square = inner * inner;
+    limit = float(U) * rcp_approx(square);
     outer *= inner;
-    c1 = outer * 0.99999957f;
-    c3 = outer * square * -0.33329726f;
-    c5 = outer * square * square * 0.13250567f;
-    c7 = outer * square * square * square * -0.04682574f;
+    c0 = outer * B0;
+    c1 = outer * square * B1;
+    c2 = outer * square * square * B2;
+    c3 = outer * square * square * square * B3;
   }
 
-  // Whether it serves all scores of a warp. NaN stays NaN.
-  template <int N>
-  __device__ __forceinline__ static bool serves(const float (&s)[N][4], float inner) {
-    float most = 0.f;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) most = fmaxf(most, fabsf(s[n][i]));
-    }
-    inner = fabsf(inner);
-    return __all_sync(0xffffffffu, inner >= LEAST && inner <= MOST && most * inner < LIMIT);
-  }
+  // Whether all arguments so far were small. A NaN was not.
+  __device__ bool served() const { return signs < 0; }
 
-  __device__ float operator()(float x) const { return scaled(x, 0, 0, 1.f, 0.f); }
+  __device__ float operator()(float x) { return scaled(x, 0, 0, 1.f, 0.f); }
 
   // As a term of RowState::update_at_old_max(), whose scores are S then. A cap keeps scores from
   // being huge, so the scale is a part of `outer`.
-  __device__ float scaled(float x, int, int, float, float offset) const {
-    const float u = x * x;
-    return x * fmaf(fmaf(fmaf(c7, u, c5), u, c3), u, c1) - offset;
+  __device__ float scaled(float x, int, int, float, float offset) {
+    const float v = x * x - limit;
+    signs &= __float_as_int(v);
+    const float quadratic = DEGREE == 7 ? fmaf(c3, v, c2) : c2;
+    return x * fmaf(fmaf(quadratic, v, c1), v, c0) - offset;
   }
+  // ptxas would compute most polynomials before the first exponentials, so that these come at the
+  // end, all at once. It cannot where the polynomials depend on an earlier weight, which is finite.
+  __device__ void wait_for(float weight) { limit = fmaf(weight, 0.f, limit); }
+};
+
+// How far the scores of a tile are below their cap, and so which polynomial computes their tanh:
+// that of degree 5, that of degree 7, or none.
+enum class TanhSize { TINY, SMALL, LARGE };
+
+// Follows the sizes of a warp from tile to tile.
+struct TanhSizes {
+  static constexpr int CHECKED = 16;
+  int to_check = CHECKED;
+
+  // The size of the next tile. After so many tiny tiles in a row the next one is expected to be
+  // tiny, without a look at its scores; if it is not, check_again() must be called.
+  template <int N>
+  __device__ __forceinline__ TanhSize expected(const float (&s)[N][4], float inner) {
+    if (__all_sync(0xffffffffu, to_check == 0)) return TanhSize::TINY;
+    const float most = largest_argument(s, inner);
+    const bool tiny = __all_sync(0xffffffffu, most < SmallTanh<5>::LIMIT);
+    to_check = tiny ? to_check - 1 : CHECKED;
+    return __all_sync(0xffffffffu, most < SmallTanh<7>::LIMIT) ? TanhSize::SMALL : TanhSize::LARGE;
+  }
+  __device__ __forceinline__ void check_again() { to_check = CHECKED; }
 };
 
 }  // namespace text
