@@ -38,9 +38,9 @@ struct BwdConsumer {
   const Score<Options, FlashBwdParams> score;
   const int64_t dropout_seed;
   const FarDistances far;
+  int seqlen_q, seqlen_k;  // only with parts of a text, and without far tiles
   Ring<L::STAGES> ring;
-  Ring<1> bias_ring;
-  Ring<1> dq_ring;
+  Ring<1> bias_ring, dq_ring;
   Ring<BWD_TILE_RECORDS> record;
 
   __device__ BwdConsumer(const FlashBwdSm90Params& params, typename L::Shared& shared,
@@ -210,31 +210,34 @@ struct BwdConsumer {
         const bool masked = uniform(run.masked);
 #pragma unroll 1
         for (m = uniform(run.last); m >= begin; --m)
-          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts, masked);
+          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, m, own_parts, masked);
       }
     } else if constexpr (L::WALKS_UP) {
 #pragma unroll 1
       for (int m = uniform(tile.m_range.begin); m < uniform(tile.m_range.end); ++m)
-        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts,
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M,
+             L::HAS_PARTS ? min(m + 1, uniform(tile.m_range.end) - 1) : m, own_parts,
              uniform(tile.m_range.needs_mask(m)));
     } else {
       const int m_begin = uniform(tile.m_range.begin);
       const int inner_begin = max(uniform(tile.m_range.inner_begin), m_begin);
       const int inner_end = uniform(tile.m_range.inner_end);
+      const auto step_at = [&](int m, bool masked) {
+        step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, max(m - 1, m_begin), own_parts, masked);
+      };
 #pragma unroll 1
       for (int m = uniform(tile.m_range.end) - 1; m >= m_begin;) {
 #pragma unroll 1
-        for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m)
-          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts, MASKED);
+        for (; m >= m_begin && (m >= inner_end || m < inner_begin); --m) step_at(m, MASKED);
 #pragma unroll 1
-        for (; m >= inner_begin; --m)
-          step(acc_dk, acc_dv, tile, head, m * L::BLOCK_M, own_parts, UNMASKED);
+        for (; m >= inner_begin; --m) step_at(m, UNMASKED);
       }
     }
   }
 
   __device__ __forceinline__ void step(Gradient& acc_dk, Gradient& acc_dv, const BlockTile& tile,
-                                       int head, int m_begin, OwnParts& own_parts, bool masked) {
+                                       int head, int m_begin, int next_m, OwnParts& own_parts,
+                                       bool masked) {
     Scores s, dp;
     Constants lse_log2, delta;
     Operand p, ds;
@@ -254,10 +257,11 @@ struct BwdConsumer {
     issue_s(s, ring);
     issue_dp(dp, ring);
     const text::CommonShift shift =
-        text::share_query_tile(*this, own_parts, tile, head, m_begin / L::BLOCK_M);
+        text::share_query_tile(*this, own_parts, tile, head, m_begin / L::BLOCK_M, next_m);
     wgmma_wait<1>();
     pin(s);
     make_p_and_ds(p, ds, s, dp, lse_log2, delta, seen, shift, tile, head, m_begin, ring, masked);
+    text::compute_next_query_tile(*this, own_parts, tile, head, next_m);
     issue_gradients(acc_dk, acc_dv, p, ds, tile, head, m_begin, ring);
     wgmma_wait<0>();
     end_gradients(acc_dk, ds, ring);

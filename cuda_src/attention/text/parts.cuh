@@ -100,16 +100,17 @@ __device__ __forceinline__ FarDistances far_or_none(const Params& params) {
   return {};
 }
 
-// Computes this lane's share of the parts of a tile. A position past the end counts as the last
-// one, and a distance that only such positions have as another one.
+// Computes this lane's share of the parts of a tile of a sequence with so many queries and keys. A
+// position past the end counts as the last one, and a distance that only such positions have as
+// another one.
 template <Rows ROWS, int N, class Params>
 __device__ __forceinline__ void compute_parts(OwnParts<N>& own, const ScorePlace<ROWS>& at,
-                                              const Params& params) {
+                                              int seqlen_q, int seqlen_k, const Params& params) {
   constexpr bool ROWS_ARE_QUERIES = ROWS == Rows::QUERIES;
   const int lane = threadIdx.x % 32;
   const int first_row = at.row - lane / 4, first_col = at.col - lane % 4 * 2;
-  const int end_row = ROWS_ARE_QUERIES ? at.sequence.seqlen_q : at.sequence.seqlen_k;
-  const int end_col = ROWS_ARE_QUERIES ? at.sequence.seqlen_k : at.sequence.seqlen_q;
+  const int end_row = ROWS_ARE_QUERIES ? seqlen_q : seqlen_k;
+  const int end_col = ROWS_ARE_QUERIES ? seqlen_k : seqlen_q;
   if constexpr (has_part(TextParts::DISTANCE)) {
     const int least = max(0, 16 - (end_row - first_row));
     const int most = min(SharedParts<N>::DISTANCES - 1, 14 + end_col - first_col);

@@ -8,13 +8,13 @@ namespace text {
 
 // ---- forward ----
 
-// Computes this lane's share of the parts of key tile n, if that is visited.
+// Computes this lane's share of the parts of key tile n.
 template <class C>
 __device__ __forceinline__ void compute_key_tile(const C& consumer, typename C::OwnParts& own,
                                                  int n) {
   const float no_alibi = 0.f;
-  if (n >= consumer.n_begin)
-    compute_parts(own, consumer.place_of(no_alibi, n), consumer.params.base);
+  const auto at = consumer.place_of(no_alibi, n);
+  compute_parts(own, at, at.sequence.seqlen_q, at.sequence.seqlen_k, consumer.params.base);
 }
 
 // Computes the parts of the queries, and those of the first key tile.
@@ -28,7 +28,8 @@ __device__ __forceinline__ void begin_query_tile(const C& consumer, typename C::
   }
 }
 
-// Shares those of the key tile, and computes those of the next one. Where far tiles have a line,
+// Shares those of the key tile, and computes those of the next one, or behind the last one the same
+// again: a branch around the loads would make the warp wait for them. Where far tiles have a line,
 // the few near ones do both in share_near_tile().
 template <class C>
 __device__ __forceinline__ CommonShift share_key_tile(const C& consumer, typename C::OwnParts& own,
@@ -37,7 +38,7 @@ __device__ __forceinline__ CommonShift share_key_tile(const C& consumer, typenam
   if constexpr (C::Layout::HAS_PARTS && !C::Lines::OF_TEXT) {
     shift = share_parts<Rows::QUERIES>(consumer.shared_parts(), own);
     if constexpr (C::HAS_KEY_PARTS) load_columns(keys, consumer.shared_parts(), consumer.lane);
-    compute_key_tile(consumer, own, consumer.n - 1);
+    compute_key_tile(consumer, own, max(consumer.n - 1, consumer.n_begin));
   }
   return shift;
 }
@@ -71,16 +72,22 @@ __device__ __forceinline__ void compute_query_tile(const C& consumer, typename C
       own.distances[0] = part_of_distance(at.batch, at.head, at.col, at.row, consumer.params.base);
       return;
     }
+    compute_parts(own, at, at.sequence.seqlen_q, at.sequence.seqlen_k, consumer.params.base);
+  } else {
+    compute_parts(own, at, consumer.seqlen_q, consumer.seqlen_k, consumer.params.base);
   }
-  compute_parts(own, at, consumer.params.base);
 }
 
 // Computes the parts of the keys, and those of the first query tile of a head.
 template <class C, class Tile>
-__device__ __forceinline__ void begin_head(const C& consumer, typename C::OwnParts& own,
-                                           const Tile& tile, int head) {
+__device__ __forceinline__ void begin_head(C& consumer, typename C::OwnParts& own, const Tile& tile,
+                                           int head) {
   using L = typename C::Layout;
   if constexpr (L::HAS_PARTS) {
+    if constexpr (!L::HAS_FAR) {
+      consumer.seqlen_q = uniform(tile.sequence.seqlen_q);
+      consumer.seqlen_k = uniform(tile.sequence.seqlen_k);
+    }
     const int m = uniform(L::WALKS_UP ? tile.m_range.begin : tile.m_range.end - 1);
     if (m < uniform(tile.m_range.begin)) return;
     const float no_alibi = 0.f;
@@ -90,11 +97,11 @@ __device__ __forceinline__ void begin_head(const C& consumer, typename C::OwnPar
   }
 }
 
-// Shares those of query tile m, and computes those of the next one.
+// Shares those of query tile m, and where a far tile is a branch, computes those of the next one.
 template <class C, class Tile>
 __device__ __forceinline__ CommonShift share_query_tile(const C& consumer,
                                                         typename C::OwnParts& own, const Tile& tile,
-                                                        int head, int m) {
+                                                        int head, int m, int next) {
   using L = typename C::Layout;
   CommonShift shift = {};
   if constexpr (L::HAS_PARTS) {
@@ -103,11 +110,19 @@ __device__ __forceinline__ CommonShift share_query_tile(const C& consumer,
     } else {
       share_parts<Rows::KEYS>(consumer.shared_parts(), own);
     }
-    const int next = m + (L::WALKS_UP ? 1 : -1);
-    if (next >= uniform(tile.m_range.begin) && next < uniform(tile.m_range.end))
-      compute_query_tile(consumer, own, tile, head, next);
+    if (L::HAS_FAR && next != m) compute_query_tile(consumer, own, tile, head, next);
   }
   return shift;
+}
+
+// Computes those of the next query tile otherwise. A branch around the loads would make the warp
+// wait for them.
+template <class C, class Tile>
+__device__ __forceinline__ void compute_next_query_tile(const C& consumer,
+                                                        typename C::OwnParts& own, const Tile& tile,
+                                                        int head, int next) {
+  using L = typename C::Layout;
+  if constexpr (L::HAS_PARTS && !L::HAS_FAR) compute_query_tile(consumer, own, tile, head, next);
 }
 
 }  // namespace text
