@@ -131,7 +131,8 @@ __device__ __forceinline__ void compute_parts(OwnParts<N>& own, const ScorePlace
   }
 }
 
-// Shares what the lanes of a warp have computed.
+// Shares what the lanes of a warp have computed. In the forward it says whether all distances have
+// the same part.
 template <Rows ROWS, int N>
 __device__ __forceinline__ CommonShift share_parts(SharedParts<N>& to, const OwnParts<N>& own) {
   constexpr bool ROWS_ARE_QUERIES = ROWS == Rows::QUERIES;
@@ -139,14 +140,16 @@ __device__ __forceinline__ CommonShift share_parts(SharedParts<N>& to, const Own
   CommonShift shift = {};
   __syncwarp();  // all lanes have read the parts of the last tile
   if constexpr (has_part(TextParts::DISTANCE)) {
-    bool same = true;
-    shift.part = __shfl_sync(0xffffffffu, own.distances[0], 0);
 #pragma unroll
-    for (int round = 0; round < ceil_div(8 * N + 15, 32); ++round) {
-      same = same && own.distances[round] == shift.part;
+    for (int round = 0; round < ceil_div(8 * N + 15, 32); ++round)
       to.set_distance(lane + round * 32, own.distances[round]);
+    if constexpr (ROWS_ARE_QUERIES && has_part(TextParts::SHIFT)) {
+      bool same = true;
+      shift.part = __shfl_sync(0xffffffffu, own.distances[0], 0);
+#pragma unroll
+      for (float x : own.distances) same = same && x == shift.part;
+      shift.exists = __all_sync(0xffffffffu, same);
     }
-    shift.exists = has_part(TextParts::SHIFT) && __all_sync(0xffffffffu, same);
   }
   if constexpr (has_part(ROWS_ARE_QUERIES ? TextParts::KEY : TextParts::QUERY)) {
 #pragma unroll
