@@ -70,7 +70,7 @@ def test_softcap_of_small_scores(target, factor, spread):
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("greater", [3, 12, 50])
 def test_softcap_of_sudden_scores(target, head_dim, greater):
-    """Hopper no longer looks at scores before their tanh after many tiles of small ones."""
+    """Hopper does not look at scores before their tanh behind two tiles of small ones."""
     values = numpy.random.default_rng(9).standard_normal((3, 5000, head_dim))
     values[:2] *= (0.04 / head_dim**0.5) ** 0.5
     values[1, [3, 700, 701, 1900]] *= greater

@@ -79,6 +79,7 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   pin(s);
   set_zero(acc_o);
   state.begin(consumer.score.scale_log2);
+  if constexpr (C::HAS_SMALL_TANH) consumer.tanhs.begin();
   const bool masked = consumer.is_masked();
   text::begin_query_tile(consumer, own_parts);
   if constexpr (C::Lines::EXIST) consumer.lines.begin(consumer);

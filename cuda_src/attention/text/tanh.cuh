@@ -100,22 +100,25 @@ struct SmallTanh {
 // that of degree 5, that of degree 7, or none.
 enum class TanhSize { TINY, SMALL, LARGE };
 
-// Follows the sizes of a warp from tile to tile.
+// Follows the sizes of a warp from key tile to key tile. They begin anew with each query tile:
+// otherwise the tiles that its block has had before would decide about last bits.
 struct TanhSizes {
-  static constexpr int CHECKED = 16;
-  int to_check = CHECKED;
+  static constexpr int FIRST = 2, AGAIN = 16;
+  int to_check;
 
-  // The size of the next tile. After so many tiny tiles in a row the next one is expected to be
+  __device__ __forceinline__ void begin() { to_check = FIRST; }
+
+  // The size of the next tile. After enough tiny tiles in a row the next one is expected to be
   // tiny, without a look at its scores; if it is not, check_again() must be called.
   template <int N>
   __device__ __forceinline__ TanhSize expected(const float (&s)[N][4], float inner) {
     if (__all_sync(0xffffffffu, to_check == 0)) return TanhSize::TINY;
     const float most = largest_argument(s, inner);
     const bool tiny = __all_sync(0xffffffffu, most < SmallTanh<5>::LIMIT);
-    to_check = tiny ? to_check - 1 : CHECKED;
+    to_check = tiny ? to_check - 1 : AGAIN;
     return __all_sync(0xffffffffu, most < SmallTanh<7>::LIMIT) ? TanhSize::SMALL : TanhSize::LARGE;
   }
-  __device__ __forceinline__ void check_again() { to_check = CHECKED; }
+  __device__ __forceinline__ void check_again() { to_check = AGAIN; }
 };
 
 }  // namespace text
