@@ -143,6 +143,7 @@ struct RowState {
       const float offset = __fmul_rn(max[half], scale) - zero;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
+        // Every four octets it waits for the first weight of five octets before.
         if constexpr (Term::MAY_FAIL) {
           if (n % 4 == 0 && n >= 8) term.wait_for(scores[n - 5][2 * half]);
         }

@@ -40,14 +40,7 @@ template <typename T, int K_STEPS, int N, class A, class B, class Numbers>
 __device__ __forceinline__ void wg_gemm_and_line(float (&acc)[N][4], const A& a, const B& b,
                                                  uint32_t (&slope)[1][4], const Numbers& numbers) {
   pin(slope);
-  pin(acc);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < K_STEPS; ++k) {
-    wgmma<T, A::TRANSPOSED, B::TRANSPOSED>(acc, a.at(k), b.at(k), k != 0);
-  }
-  wgmma<T, 0>(acc, slope[0], numbers.at(0), ACCUMULATE);
-  wgmma_commit();
-  pin(acc);
+  wg_gemm<T, K_STEPS>(acc, a, b, OVERWRITE,
+                      [&] { wgmma<T, 0>(acc, slope[0], numbers.at(0), ACCUMULATE); });
   pin(slope);
 }

@@ -45,17 +45,25 @@ struct WgColumnOperand {
 constexpr bool OVERWRITE = false;
 constexpr bool ACCUMULATE = true;
 
-// Issues acc = A B, or acc += A B if `add`, over K_STEPS steps of 16 as one group. The caller must
-// wait for it with wgmma_wait() and then pin() the accumulator before using it. (pin() keeps the
-// compiler from moving accesses to the registers into the time when the product owns them.)
-template <typename T, int K_STEPS, int N, class A, class B>
-__device__ __forceinline__ void wg_gemm(float (&acc)[N][4], const A& a, const B& b, bool add) {
+// The default of issue_more, which issues nothing.
+struct NoMoreSteps {
+  __device__ void operator()() const {}
+};
+
+// Issues acc = A B, or acc += A B if `add`, over K_STEPS steps of 16 as one group, to which
+// issue_more() may add. The caller must wait for it with wgmma_wait() and then pin() the
+// accumulator before using it. (pin() keeps the compiler from moving accesses to the registers into
+// the time when the product owns them.)
+template <typename T, int K_STEPS, int N, class A, class B, class IssueMore = NoMoreSteps>
+__device__ __forceinline__ void wg_gemm(float (&acc)[N][4], const A& a, const B& b, bool add,
+                                        IssueMore issue_more = {}) {
   pin(acc);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < K_STEPS; ++k) {
     wgmma<T, A::TRANSPOSED, B::TRANSPOSED>(acc, a.at(k), b.at(k), k != 0 || add);
   }
+  issue_more();
   wgmma_commit();
   pin(acc);
 }

@@ -174,9 +174,8 @@ def main():
         return launched[:split], launched[split:]
 
     found = {}
-    spills_nothing = SimpleNamespace(
-        stack_bytes=0, spill_bytes=0, warnings=()
-    )  # and so needs no compiler
+    # No tile is compiled to find one that fits.
+    spills_nothing = SimpleNamespace(stack_bytes=0, spill_bytes=0, warnings=())
     with hopper(load=load), mock.patch.object(jit, "build", lambda *_: spills_nothing):
         for backend, dtype in BACKENDS.items():
             for field, (_, *values) in CHANGES.items():
