@@ -43,7 +43,16 @@ constexpr bool HAS_USER_TANH = false;
 // of user_score() (text/parts.cuh). SHIFT: it adds only the part of the distance and what all
 // scores of a head have. SLOPE: its derivative by the score does not depend on the score. LINE: the
 // part of the distance has the slope slope_of_distance() where it is linear, else the slope 0.
-enum class TextParts { DISTANCE = 1, QUERY = 2, KEY = 4, SHIFT = 8, SLOPE = 16, LINE = 32 };
+// TERM: the text is score * factor_of_query() + shift_of_query() + term_of_key().
+enum class TextParts {
+  DISTANCE = 1,
+  QUERY = 2,
+  KEY = 4,
+  SHIFT = 8,
+  SLOPE = 16,
+  LINE = 32,
+  TERM = 64
+};
 #ifdef USER_PARTS
 constexpr int TEXT_PARTS = USER_PARTS;
 #else

@@ -37,16 +37,16 @@ __device__ __forceinline__ Ring<STAGES> ring_place(uint32_t count) {
   return {int(count % STAGES), count / STAGES % 2};
 }
 
-// The barriers of a ring. `full` counts one arrival of the producer and the bytes of its copies,
+// The barriers of a ring. `full` counts one arrival of each producer and the bytes of its copies,
 // `empty` the arrivals of the consumers, which come after their last read of the stage.
 template <int STAGES>
 struct RingBarriers {
   uint64_t full[STAGES];
   uint64_t empty[STAGES];
 
-  __device__ void init(int consumers) {
+  __device__ void init(int consumers, int producers = 1) {
     for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(smem_address(&full[i]), 1);
+      mbarrier_init(smem_address(&full[i]), producers);
       mbarrier_init(smem_address(&empty[i]), consumers);
     }
   }

@@ -34,7 +34,7 @@ class Text(NamedTuple):
         except TextError:  # C++ that is no text
             return False
 
-    has_line = False
+    has_line = has_key_terms = False
 
     def header(self, pass_: str) -> str:
         fields, size = [], 0

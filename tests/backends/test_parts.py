@@ -110,3 +110,35 @@ def test_both_passes_have_parts():
     for pass_ in ("fwd", "bwd"):
         assert "float part_of_key" in text.header(pass_)
         assert "return N(score * parts.query + parts.key);" in text.header(pass_)
+
+
+@pytest.mark.parametrize(
+    ("score", "form"),
+    [
+        ("score * sigmoid(a(query)) + b(key)", ("1.0 * sigmoid(a(query))", "0.0", "b(key)")),
+        ("b(key) + score", ("1.0", "0.0", "b(key)")),
+        (
+            "(1.0 - exp(b(key))) - (a(query) - 2.0 * score / a(head)) + head * b(key)",
+            ("1.0 * 2.0 / a(head)", "1.0 - a(query)", "-exp(b(key)) + head * b(key)"),
+        ),
+        ("b(key) - score", None),  # the least score would have the largest weight
+        ("score * b(key) + b(key)", None),
+        ("score * a(query) + a(query) * b(key)", None),
+        ("score + b(key) - abs(query - key)", None),
+        ("score * score + b(key)", None),
+        ("2.0 / score + b(key)", None),
+        ("2.0 * (score + b(key))", None),
+        ("score * a(query)", None),
+        ("score + 0.5 * key", None),
+    ],
+)
+def test_terms_of_keys(score, form):
+    """The forward alone has them in the product of Q and K."""
+    read = tuple(x for x in CAPTURES if f"{x.name}(" in score)
+    text = Text(score, "", read)
+    assert text.has_key_terms == bool(form) == ("term_of_key" in text.header("fwd"))
+    assert "term_of_key" not in text.header("bwd")
+    if form:
+        assert tuple(map(to_text, taken_out(text.score_tree, "fwd").key_terms)) == form
+        masked = Text(score, "key <= query", read)
+        assert not masked.has_key_terms

@@ -99,6 +99,63 @@ def test_lines_far_from_the_diagonal(target, name, head_dim):
         expected_scores(host, **kinds, arrays=(array,)).check(**found)
 
 
+RANDOM = torch.randn(2, 2, 1900, generator=torch.Generator().manual_seed(5))
+FORGOTTEN = torch.nn.functional.logsigmoid(RANDOM[0]).cumsum(-1)
+# Some keys are hidden, and a tile of them; some factors are no number above 0.
+HIDDEN = torch.where(RANDOM[1] < -1.3, -torch.inf, RANDOM[1])
+HIDDEN[:, 128:256] = -torch.inf
+FACTORS = torch.where(torch.arange(1900) // 16 % 3 == 0, RANDOM[0], RANDOM[0].abs())
+FACTORS[:, 7], FACTORS[:, 77] = 0.0, 1e-30
+TERMS = {
+    "gate": (
+        lambda x, y: lambda s, b, h, q, k: 2.0 * s / 3.0 * torch.sigmoid(x[b, q]) + y[b, k] + h,
+        (RANDOM[0], RANDOM[1]),
+    ),
+    "forget": (lambda x: lambda s, b, h, q, k: s + (x[b, q] - x[b, k]), (FORGOTTEN,)),
+    "out of range": (lambda x, y: lambda s, b, h, q, k: y[b, k] + s * x[b, q], (FACTORS, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@each(library="torch", device="cuda")
+def test_terms_of_keys(target, name, head_dim):
+    make, arrays = TERMS[name]
+    shapes = ((700, 700, {}), (330, 811, {"causal": True}), (60, 1900, {"window": (1500, None)}))
+    for number, dtype in enumerate(target.dtypes):
+        queries, keys, options = shapes[number % len(shapes)]
+        inputs = target.inputs(
+            dtype, batch=2, seqlen_q=queries, seqlen_k=keys, heads_q=HEADS, heads_kv=2,
+            head_dim=head_dim,
+        )  # fmt: skip
+        found = results(inputs, tuple(x.cuda() for x in arrays), score=make, **options)
+        of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout")}
+        kinds = {"score": make, "mask": functools.partial(_given, _seen(queries, keys, **options))}
+        host = dataclasses.replace(inputs, **of_host)
+        expected_scores(host, **kinds, arrays=arrays).check(**found)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("large", [1e6, 1e18, 1e19, 1e30])
+@each(library="torch", device="cuda")
+def test_the_largest_term(target, large, head_dim):
+    """A key whose term outweighs all others is the only one that counts, and a NaN stays one."""
+    term = torch.zeros(300, device="cuda")
+    term[::7] = -large
+    term[201] = large
+    spoilt = term.clone()
+    spoilt[250] = torch.nan
+    for dtype in target.dtypes:
+        inputs = target.inputs(
+            dtype, batch=1, seqlen_q=300, seqlen_k=300, heads_q=2, head_dim=head_dim
+        )
+        q, k, v = inputs.q, inputs.k, inputs.v
+        out = cupyflash.attention(q, k, v, score=lambda s, b, h, q, k: s + term[k])
+        torch.testing.assert_close(out, v[:, 201:202].expand_as(out), rtol=1e-6, atol=1e-6)
+        out = cupyflash.attention(q, k, v, score=lambda s, b, h, q, k: s + spoilt[k])
+        assert out.isnan().all()
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @each(library="torch", device="cuda")
 def test_slopes_that_no_half_float_holds(target, head_dim):

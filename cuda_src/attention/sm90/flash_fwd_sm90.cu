@@ -27,7 +27,7 @@
 //   warp 0     chooses the next tile and describes it in a record
 //   warp 1     loads K and V
 //   warp 2     loads Q, a tile ahead if there are two buffers of it, and writes O
-//   warp 3     loads the bias, if it comes by TMA
+//   warp 3     loads the bias, if it comes by TMA, or writes terms of keys (text/key_terms.cuh)
 // With keys in pages, all lanes of warp 1 load K, and those of warp 3 load V (paged_keys.cuh).
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer.cuh).
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   using Options = ScoreOptions<T, SOFTCAP, ALIBI, static_cast<BiasKind>(BIAS), DROPOUT>;
   using Layout =
       FwdLayout<HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, Q_STAGES, KV_STAGES, Options::BIAS,
-                S_HAS_LINE<Options>, Options::ALIBI_IS_LINE || HAS_USER_SCORE>;
+                COLUMN_STEP<Options>, Options::ALIBI_IS_LINE || HAS_USER_SCORE>;
   static_assert(Layout::BYTES == SMEM_BYTES, "host and device disagree on shared memory");
   constexpr int GROUPS = Layout::GROUPS;
   constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 40;
@@ -162,6 +162,9 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
     if constexpr (HAS_PAGES) {
       if (warp == 1) return load_paged_keys<RowsMap::K>(params, shared, smem_q);
       if (warp == 3) return load_paged_keys<RowsMap::V>(params, shared, smem_q);
+    }
+    if constexpr (Layout::HAS_KEY_TERMS) {
+      if (warp == 3) return text::write_key_terms(params, shared, smem_q + Layout::NUMBERS_OFFSET);
     }
     if (!elect_one()) return;
     if constexpr (Layout::HAS_BIAS) {

@@ -101,7 +101,7 @@ struct TurnedFwdTile : EveryFwdTile {
 // The tiles of a block in dynamic shared memory: rings of Q, of K and of V. A bias by TMA has a
 // ring for each consumer warpgroup, or where there is no room one tile, which is released early.
 template <int HEAD_DIM_, int HEAD_DIM_V_, int BLOCK_M_, int BLOCK_N_, int Q_STAGES_, int KV_STAGES_,
-          BiasKind BIAS, bool HAS_LINE, bool FROM_DIAGONAL_>
+          BiasKind BIAS, ColumnStep STEP, bool FROM_DIAGONAL_>
 struct FwdLayout {
   static constexpr bool FROM_DIAGONAL = FROM_DIAGONAL_ && !HAS_MASK_TILES;
   static constexpr bool INNER_APART = FROM_DIAGONAL_;  // inner tiles may have others between them
@@ -122,9 +122,11 @@ struct FwdLayout {
   static constexpr bool HAS_BIAS = is_by_tma(BIAS);
   static constexpr bool HAS_PARTS = HAS_USER_PARTS && !HAS_MASK_TILES && !HAS_BIAS;
   using Parts = text::PartsOfWarps<HAS_PARTS, BLOCK_N / 8, GROUPS * 4>;
-  // Whether S has the line of a linear term already. Wide heads leave no shared memory for it.
-  static constexpr bool LINE_IN_PRODUCT = HAS_LINE && HEAD_DIM <= 128;
-  using Numbers = ColumnNumbers<BLOCK_N>;
+  // Whether S has a term already. Wide heads leave no shared memory for its numbers.
+  static constexpr bool LINE_IN_PRODUCT = STEP != ColumnStep::NONE && HEAD_DIM <= 128;
+  static constexpr bool HAS_KEY_TERMS = LINE_IN_PRODUCT && STEP == ColumnStep::KEY_TERMS;
+  using Numbers =
+      typename Choose<HAS_KEY_TERMS, ColumnTerms<BLOCK_N, KV_STAGES>, ColumnNumbers<BLOCK_N>>::Type;
   static constexpr int BIAS_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // of each warpgroup
   using TileBias = SmemTile<64, round_up(BLOCK_N, 64)>;
   static constexpr int K_OFFSET = Q_STAGES * TileQ::BYTES;
@@ -154,7 +156,7 @@ struct FwdShared : L::Parts::Type {
   RingBarriers<L::KV_STAGES> k;
   RingBarriers<L::KV_STAGES> v;
   RingBarriers<FWD_TILE_RECORDS> located;  // only `full` is used
-  uint64_t almost_loaded;                  // the scheduler may choose the next tile
+  uint64_t almost_loaded;                  // all loaders let the scheduler choose the next tile
   uint64_t o_full[L::Q_STAGES][L::GROUPS];
   typename L::Tile tiles[FWD_TILE_RECORDS];
   RingBarriers<L::BIAS_STAGES> bias[L::HAS_BIAS ? L::GROUPS : 1];
@@ -162,10 +164,10 @@ struct FwdShared : L::Parts::Type {
 
   __device__ void init() {
     for (auto& ring : q) ring.init(1);
-    k.init(L::GROUPS * 4);  // warps
+    k.init(L::GROUPS * 4, L::HAS_KEY_TERMS ? 2 : 1);  // warps, loaders
     v.init(L::GROUPS * 4);
     located.init(1);
-    mbarrier_init(smem_address(&almost_loaded), L::HAS_BIAS || HAS_PAGES ? 3 : 2);  // loaders
+    mbarrier_init(smem_address(&almost_loaded), 2 + (L::HAS_BIAS || L::HAS_KEY_TERMS || HAS_PAGES));
     for (auto& stage : o_full) {
       for (auto& barrier : stage) mbarrier_init(smem_address(&barrier), 4);
     }

@@ -4,8 +4,8 @@
 #include "../../common/wg_gemm.cuh"
 #include "../score.cuh"
 #include "../softmax.cuh"
+#include "../text/key_terms.cuh"
 #include "bias_tile.cuh"
-#include "fwd_block.cuh"
 #include "fwd_split.cuh"
 
 // L is the FwdLayout, Options_ the ScoreOptions. With SPLIT the block has a part of the keys only.
@@ -24,7 +24,7 @@ struct FwdConsumer {
     SeenKeys<Options::BIAS, L::BLOCK_N / 8> keys;
     SeenByText scores;
   };
-  using Lines = TileLines<Options, L>;
+  using Lines = typename Choose<L::HAS_KEY_TERMS, text::KeyTerms<L>, TileLines<Options, L>>::Type;
   using SlopeOperand = uint32_t[1][4];
   // Parts of a text (text/parts.cuh): what a lane has computed, and those of its keys.
   static constexpr bool HAS_KEY_PARTS = L::HAS_PARTS && has_part(TextParts::KEY);
@@ -104,14 +104,17 @@ struct FwdConsumer {
     shared.k.wait_full(kv_ring);
     wg_gemm<T, L::HEAD_DIM / 16>(s, q_operand(), k_operand(), OVERWRITE);
   }
-  // The same, and the slope of a far tile, in registers that must be pinned after the wait.
+  // The same, and the term of a tile that is not near, whose factors are in registers that must be
+  // pinned after the wait.
   __device__ __forceinline__ void issue_qk_and_line(Scores& s, SlopeOperand& slope, bool near) {
-    slope[0][0] = slope[0][1] = lines.operand(key_tile(), near);
+    const uint2 rows = lines.operand(key_tile(), near);
+    slope[0][0] = rows.x;
+    slope[0][1] = rows.y;
     slope[0][2] = slope[0][3] = 0u;
     shared.k.wait_full(kv_ring);
-    wg_gemm_and_line<T, L::HEAD_DIM / 16>(
+    wg_gemm_and_line<T, typename Lines::T, L::HEAD_DIM / 16>(
         s, q_operand(), k_operand(), slope,
-        WgRowOperand<typename L::Numbers::Tile>(uniform(smem + L::NUMBERS_OFFSET), 0));
+        L::Numbers::operand(smem + L::NUMBERS_OFFSET, kv_ring.stage));
   }
   __device__ __forceinline__ auto q_operand() const {
     using TileQ = typename L::TileQ;
@@ -265,7 +268,7 @@ struct FwdConsumer {
     return L::FROM_DIAGONAL ? TurnedFwdTile::turned(n, turn, n_begin, n_end) : n;
   }
 
-  // Whether only a text may mask scores of the key tile, and linear terms are linear there.
+  // Whether only a text may mask scores of the key tile, and the term is that of `lines` there.
   __device__ __forceinline__ bool is_inner() const {
     if (Lines::EXIST && lines.is_near(key_tile())) return false;
     return is_inside();

@@ -12,13 +12,19 @@
 template <class Options>
 constexpr bool TEXT_HAS_FAR =
     HAS_USER_SCORE && HAS_USER_FAR && !HAS_USER_MASK && Options::BIAS == BiasKind::NONE;
-// Whether S may have the line of a term. A softcap comes between S and ALiBi, and a bias leaves no
-// registers for the operand.
+// What one more step of the product may add to S: the line of a term, or the terms of keys
+// (key_terms.cuh). A softcap comes between S and ALiBi, and a bias leaves no registers for the
+// operand. Pages of keys have two warps that load them, and leave none for their terms.
+enum class ColumnStep { NONE, LINE, KEY_TERMS };
 template <class Options>
-constexpr bool S_HAS_LINE =
+constexpr ColumnStep COLUMN_STEP =
     (Options::ALIBI && !Options::SOFTCAP &&
      (Options::BIAS == BiasKind::NONE || Options::BIAS == BiasKind::KEY_MASK)) ||
-    (TEXT_HAS_FAR<Options> && has_part(TextParts::LINE));
+            (TEXT_HAS_FAR<Options> && has_part(TextParts::LINE))
+        ? ColumnStep::LINE
+    : has_part(TextParts::TERM) && !HAS_USER_MASK && Options::BIAS == BiasKind::NONE && !HAS_PAGES
+        ? ColumnStep::KEY_TERMS
+        : ColumnStep::NONE;
 
 // A term of the score, in the units that it has before the softmax: shift + slope * (query - key).
 struct DistanceLine {
@@ -45,6 +51,7 @@ __device__ __forceinline__ DistanceLine line_from(int distance, int batch, int h
 // The lines of a query tile, for one lane of the forward. L is the FwdLayout.
 template <class Options, class L>
 struct TileLines {
+  using T = typename Options::T;  // of the operand
   static constexpr bool OF_TEXT = TEXT_HAS_FAR<Options>;
   static constexpr bool EXIST = OF_TEXT || Options::ALIBI_IS_LINE;
 
@@ -88,14 +95,15 @@ struct TileLines {
     }
     if constexpr (L::LINE_IN_PRODUCT) {
       const float by_column = OF_TEXT ? -rcp_approx(score.inner) : -1.f;  // in the units of S
-      operand_behind = slope_operand<typename Options::T>(behind.slope * by_column);
-      operand_ahead = slope_operand<typename Options::T>(ahead.slope * by_column);
+      operand_behind = slope_operand<T>(behind.slope * by_column);
+      operand_ahead = slope_operand<T>(ahead.slope * by_column);
     }
   }
 
-  // The operand for a key tile, which adds nothing to a near one.
-  __device__ __forceinline__ uint32_t operand(int key_tile, bool near) const {
-    return near ? 0u : is_behind(key_tile) ? operand_behind : operand_ahead;
+  // The operand of both rows for a key tile, which adds nothing to a near one.
+  __device__ __forceinline__ uint2 operand(int key_tile, bool near) const {
+    const uint32_t both = near ? 0u : is_behind(key_tile) ? operand_behind : operand_ahead;
+    return {both, both};
   }
 
   // The term that update_at_old_max() adds to the scores of a far key tile.

@@ -109,8 +109,8 @@ __device__ __forceinline__ void compute_parts(OwnParts<N>& own, const ScorePlace
   constexpr bool ROWS_ARE_QUERIES = ROWS == Rows::QUERIES;
   const int lane = threadIdx.x % 32;
   const int first_row = at.row - lane / 4, first_col = at.col - lane % 4 * 2;
-  const int end_row = ROWS_ARE_QUERIES ? seqlen_q : seqlen_k;
-  const int end_col = ROWS_ARE_QUERIES ? seqlen_k : seqlen_q;
+  [[maybe_unused]] const int end_row = ROWS_ARE_QUERIES ? seqlen_q : seqlen_k;
+  [[maybe_unused]] const int end_col = ROWS_ARE_QUERIES ? seqlen_k : seqlen_q;
   if constexpr (has_part(TextParts::DISTANCE)) {
     const int least = max(0, 16 - (end_row - first_row));
     const int most = min(SharedParts<N>::DISTANCES - 1, 14 + end_col - first_col);

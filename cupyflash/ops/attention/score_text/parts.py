@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .change import changed
 from .far import Far, far_from_diagonal
 from .functions import FUNCTIONS
+from .key_terms import KeyTerms, key_terms
 from .tree import Kind, Node, added_terms, apply, as_float, only_adds
 from .write import nodes
 
@@ -30,6 +31,7 @@ class Parts(NamedTuple):
         is_linear: the derivative of the rest by the score does not depend on the score.
         far: where such a part is linear. Its slope is that of the rest.
         is_cheap: the part takes no longer than reading it.
+        key_terms: the text in the form that lets the forward add the part of the key in a product.
     """
 
     by_variable: dict[str, Node]
@@ -38,6 +40,7 @@ class Parts(NamedTuple):
     is_linear: bool
     far: Far | None = None
     is_cheap: bool = False
+    key_terms: KeyTerms | None = None
 
 
 def taken_out(tree: Node, pass_: str) -> Parts | None:
@@ -60,7 +63,8 @@ def taken_out(tree: Node, pass_: str) -> Parts | None:
     rest = _rest(tree, found)
     shifts = list(found) == ["distance"] and only_adds(tree) and not depends(rest)
     shifts = shifts and _may_be_constant(found["distance"], depends)
-    return Parts(found, rest, shifts, _is_linear(rest))
+    terms = key_terms(tree, depends) if pass_ == "fwd" and "key" in found else None
+    return Parts(found, rest, shifts, _is_linear(rest), key_terms=terms)
 
 
 def _linear(tree: Node, depends: "_Depends") -> Parts | None:

@@ -19,6 +19,7 @@ CPP_TYPES = {
     "uint8": "uint8_t",
     "bool": "bool",
 }
+KEY_TERMS = ("factor_of_query", "shift_of_query", "term_of_key")
 RECORD = 64  # bytes, of which the size of the captures is a multiple
 
 
@@ -59,6 +60,12 @@ class Text(NamedTuple):
         """Whether the forward of Hopper adds a term that is linear far from the diagonal."""
         divided = _in_parts(self, "fwd") if self.score and not self.mask else None
         return bool(divided and divided.far and divided.far.slope)
+
+    @property
+    def has_key_terms(self) -> bool:
+        """Whether the forward of Hopper adds a term of the key in the product of Q and K."""
+        divided = _in_parts(self, "fwd") if self.score and not self.mask else None
+        return bool(divided and divided.key_terms)
 
     @property
     def mask_tree(self) -> "Node | None":
@@ -121,6 +128,9 @@ def _header(text: Text, pass_: str) -> str:
         lines += _far_distances(divided.far) if divided.far else []
         if divided.far and divided.far.slope:
             lines += _function(divided.far.slope, "slope_of_distance", "float", {}, text.score)
+        if divided.key_terms:
+            for name, part in zip(KEY_TERMS, divided.key_terms):
+                lines += _function(part, name, "float", {}, text.score)
     if text.mask_tree is not None:
         lines += _function(text.mask_tree, "user_mask", "bool", {}, text.mask)
     if text.drops:
@@ -142,6 +152,7 @@ def _part_macros(divided: "Parts | None") -> list[str]:
     words = [x.upper() for x in divided.by_variable if not divided.is_cheap]
     words += ["SHIFT"] * divided.shifts + ["SLOPE"] * divided.is_linear
     words += ["LINE"] * bool(divided.far and divided.far.slope)
+    words += ["TERM"] * bool(divided.key_terms)
     macros = [f"#define USER_PARTS ({' | '.join(f'int(TextParts::{x})' for x in words)})"]
     if divided.far:
         macros.append("#define USER_FAR")

@@ -96,8 +96,8 @@ FORWARD_CANDIDATES = {
 # The tile by (head dim, head dim of v and out), and that of short masked sequences.
 FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
 
-# Up to this head dim, a step of the product adds the line of a linear term to S. It reads a row of
-# so many bytes for each column.
+# Up to this head dim, a step of the product adds a term of each column to S: a line of the
+# distance, or what a text adds for a key. It reads a row of so many bytes for each column.
 MAX_LINE, LINE_BYTES = 128, 64
 FEW_TILES_ROWS = (128, 64)  # queries of the tiles that serve where there are few of them
 COMBINE_ROWS = 4  # rows of a block of the kernel that combines, a warp each
@@ -117,8 +117,9 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
     if bias in BIAS_BY_TMA:
         stages = 2 if padded <= 64 else 1
         smem_bytes += stages * block_m * shared_columns(block_n) * 2
-    elif padded <= MAX_LINE and has_line(features):
-        smem_bytes += block_n * LINE_BYTES
+    elif padded <= MAX_LINE:
+        lines = has_line(features) + kv_stages * has_key_terms(features)
+        smem_bytes += lines * block_n * LINE_BYTES
     sizes = (padded, head_dim_v, *tile)
     others = {"text": features.text, "tiles": features.mask_has_tiles, "paged": features.paged}
     return FlashFwdSm90(dtype, *sizes, *switches, False, smem_bytes, **others)
@@ -129,6 +130,12 @@ def has_line(features: Features) -> bool:
     of_text = features.text and features.text.has_line and not features.bias
     of_alibi = features.alibi and not features.softcap and features.bias in (0, KEY_MASK)
     return of_alibi or bool(of_text)
+
+
+def has_key_terms(features: Features) -> bool:
+    """Whether S may have terms of the keys, a tile of them for each stage of K."""
+    text = features.text
+    return bool(text and text.has_key_terms and not (features.bias or features.paged))
 
 
 def split_kernels(main: FlashFwdSm90) -> tuple[FlashFwdSm90, FlashFwdCombineSm90]:
