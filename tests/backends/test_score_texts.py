@@ -91,14 +91,21 @@ def test_registers(capability, name):
 
 @needs_nvrtc
 @needs_torch
-def test_first_tile_serves():
-    """What scores need a second time waits in no register: so the first call compiles one tile."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        # What scores need a second time waits in no register.
+        "score - x(head) * abs(query - key) + 0.001 * key",
+        "score * sigmoid(x(query)) + x(key)",
+    ],
+)
+def test_first_tile_serves(text):
+    """Nor is there a warning, for which a tile would not serve: the first call compiles one."""
     import torch
 
     from cupyflash import Score
 
-    score = Score("score - slopes(head) * abs(query - key) + 0.001 * key", slopes=torch.ones(4))
-    kind = Kind("bfloat16", 128, Features(text=score.alone), (9, 0))
+    kind = Kind("bfloat16", 128, Features(text=Score(text, x=torch.ones(4)).alone), (9, 0))
     kernel, _ = split_kernels(forward_kernel(kind, next(iter(text_tiles(kind)))))
     built = jit.build(kernel, "sm_90a")
     assert (built.stack_bytes, built.warnings) == (0, ())

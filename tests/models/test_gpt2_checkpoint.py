@@ -281,6 +281,19 @@ def test_ends_of_a_config(tmp_path):
     assert load(write(tmp_path, eos_token_id=[])).config.end_of_text is None
 
 
+@pytest.mark.parametrize(("given", "end"), [(7, 7), ([7, 9], (7, 9)), ([], 3), (None, 3)], ids=str)
+def test_ends_of_generation(given, end, tmp_path):
+    """Those of generation_config.json; where it has none, those of config.json."""
+    folder = write(tmp_path, eos_token_id=3)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": given, "max_length": 5}))
+    assert load(folder).config.end_of_text == end
+    for wrong, error in (({"eos_token_id": "</s>"}, "end_of_text must be"), ([], "an object")):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises((ValueError, TypeError), match=error):
+            load(folder)
+
+
 def test_tokenizer_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match="found neither"):
         load_tokenizer(tmp_path)

@@ -117,7 +117,7 @@ TERMS = {
 
 
 @pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @each(library="torch", device="cuda")
 def test_terms_of_keys(target, name, head_dim):
     make, arrays = TERMS[name]
@@ -135,7 +135,7 @@ def test_terms_of_keys(target, name, head_dim):
         expected_scores(host, **kinds, arrays=arrays).check(**found)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 128])
 @pytest.mark.parametrize("large", [1e6, 1e18, 1e19, 1e30])
 @each(library="torch", device="cuda")
 def test_the_largest_term(target, large, head_dim):

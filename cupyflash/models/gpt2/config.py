@@ -107,7 +107,7 @@ class Gpt2Config:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Gpt2Config":
-        """Read ``config.json`` in a checkpoint folder.
+        """Read ``config.json``, and the ends of texts in ``generation_config.json``.
 
         Raises:
             FileNotFoundError: there is none, or no such folder.
@@ -120,7 +120,15 @@ class Gpt2Config:
         if not isinstance(fields, dict) or fields.get("model_type") != "gpt2":
             found = fields.get("model_type") if isinstance(fields, dict) else fields
             raise ValueError(f"Gpt2: model_type in {path} must be 'gpt2', got {found!r}")
-        return cls._from_fields(fields, path)
+        config = cls._from_fields(fields, path)
+        generation = path.with_name("generation_config.json")
+        if not generation.is_file():
+            return config
+        given = read_json(FUNCTION, generation)
+        if not isinstance(given, dict):
+            raise ValueError(f"Gpt2: {generation} must hold an object, got {given!r}")
+        end = _end_of_text(given)
+        return config if end is None else dataclasses.replace(config, end_of_text=end)
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any], path: Path) -> "Gpt2Config":
@@ -133,9 +141,6 @@ class Gpt2Config:
         if activation not in ACTIVATIONS:
             fact = f"activation_function in {path} must be {' or '.join(ACTIVATIONS)}"
             raise NotImplementedError(f"Gpt2: {fact}, got {activation!r}")
-        end = fields.get("eos_token_id")
-        if isinstance(end, list):
-            end = tuple(end) or None
         try:
             return cls(
                 layers=fields["n_layer"],
@@ -145,11 +150,16 @@ class Gpt2Config:
                 vocabulary=fields["vocab_size"],
                 inner=fields.get("n_inner") or 0,
                 eps=fields.get("layer_norm_epsilon", 1e-5),
-                end_of_text=end,
+                end_of_text=_end_of_text(fields),
                 tied=bool(fields.get("tie_word_embeddings", True)),
             )
         except KeyError as error:
             raise ValueError(f"Gpt2: {path} must have {error}, found none") from None
+
+
+def _end_of_text(fields: dict[str, Any]) -> Any:
+    end = fields.get("eos_token_id")
+    return (tuple(end) or None) if isinstance(end, list) else end
 
 
 SIZES = {
