@@ -116,9 +116,19 @@ def problems():
 
 def check_shared_keys(folder: Path) -> None:
     """So few queries that blocks share their keys: each begins at a tile of its own."""
-    shape = {"batch": 1, "seqlen_q": 60, "seqlen_k": 1200, "heads_q": 1, "head_dim": 64}
-    case = cases(2)["far tiles have one number"]
-    check_case(folder, "shared keys", case, make_inputs("torch", "bfloat16", **shape), "sm90")
+    shape = {"batch": 1, "seqlen_q": 60, "seqlen_k": 440, "heads_q": 1, "head_dim": 64}
+    for name in ("far tiles have one number", "terms of keys"):
+        inputs = make_inputs("torch", "bfloat16", **shape)
+        check_case(folder, f"shared keys, {name}", cases(2)[name], inputs, "sm90")
+
+
+def check_options(folder: Path) -> None:
+    """What comes behind a score, beside terms of keys."""
+    shape = {"batch": 1, "seqlen_q": 200, "seqlen_k": 440, "heads_q": 2, "head_dim": 64}
+    sinks = torch.tensor([0.7, -0.4])
+    for options in ({"sinks": sinks}, {"window": (150, 20), "causal": True}):
+        inputs = make_inputs("torch", "float16", **shape)
+        check_case(folder, "options", cases(2)["terms of keys"], inputs, "sm90", **options)
 
 
 def check_large_terms(folder: Path) -> None:
@@ -132,25 +142,42 @@ def check_large_terms(folder: Path) -> None:
     right.check(out=results["out"], lse=results["lse"])
 
 
+def check_terms_that_cancel(folder: Path) -> None:
+    """Numbers of queries and keys cancel, as far as they are large: these have the same results."""
+    inputs, _ = next(problems())
+    x = torch.randint(-3, 1, (2, LENGTH), generator=torch.Generator().manual_seed(2)).cumsum(1)
+    found = []
+    for large in (0.0, 2.0**20):
+        arrays = {"x": x * 0.25 + large}  # both without rounding
+        case = Case(
+            Score("score + (x(batch, query) - x(batch, key))", **arrays).alone, arrays, None
+        )
+        with emulator.hopper(folder), environment.override(backend="sm90"):
+            found.append(run(case, inputs))
+    torch.testing.assert_close(found[1]["lse"], found[0]["lse"], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found[1]["out"], found[0]["out"], rtol=0.01, atol=0.01)
+
+
 def check_packed(folder: Path) -> None:
     """Sequences of other lengths, each by itself."""
     packed = make_varlen_inputs("torch", "bfloat16", [130, 1, 270], heads_q=2, head_dim=64)
-    case = cases(2)["all three"]
     given = {x: getattr(packed, x) for x in ("cu_seqlens_q", "cu_seqlens_k")}
-    arrays = {x: torch.cat([y, y[:1]]) if x != "far" else y for x, y in case.arrays.items()}
-    case = case._replace(arrays=arrays)
-    with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
-        results = run(case, packed, layout="thd", max_seqlens=(270, 270), **given)
-    print(f"packed: {', '.join(launched)}")
-    for number, (start, end) in enumerate(itertools.pairwise(packed.cu_seqlens_q.tolist())):
-        rows = {x: getattr(packed, x)[None, start:end] for x in ("q", "k", "v", "dout")}
-        one = case._replace(
-            arrays={x: y[number:] if x != "far" else y for x, y in case.arrays.items()}
-        )
-        right = expected(one, dataclasses.replace(packed, **rows))
-        names = ("out", "dq", "dk", "dv")
-        right = Expected({x: right.results[x] for x in names})
-        right.check(**{x: results[x][None, start:end] for x in names})
+    for name in ("all three", "terms of keys"):
+        case = cases(2)[name]
+        arrays = {x: torch.cat([y, y[:1]]) if x != "far" else y for x, y in case.arrays.items()}
+        case = case._replace(arrays=arrays)
+        with emulator.hopper(folder) as launched, environment.override(backend="sm90"):
+            results = run(case, packed, layout="thd", max_seqlens=(270, 270), **given)
+        print(f"packed, {name}: {', '.join(launched)}")
+        for number, (start, end) in enumerate(itertools.pairwise(packed.cu_seqlens_q.tolist())):
+            rows = {x: getattr(packed, x)[None, start:end] for x in ("q", "k", "v", "dout")}
+            one = case._replace(
+                arrays={x: y[number:] if x != "far" else y for x, y in case.arrays.items()}
+            )
+            right = expected(one, dataclasses.replace(packed, **rows))
+            names = ("out", "dq", "dk", "dv")
+            right = Expected({x: right.results[x] for x in names})
+            right.check(**{x: results[x][None, start:end] for x in names})
 
 
 if __name__ == "__main__":
@@ -161,6 +188,8 @@ if __name__ == "__main__":
                 continue
             check_case(Path(sys.argv[1]), name, case, inputs, "sm90", **options)
     check_large_terms(Path(sys.argv[1]))
+    check_terms_that_cancel(Path(sys.argv[1]))
     if not FEW:
+        check_options(Path(sys.argv[1]))
         check_shared_keys(Path(sys.argv[1]))
         check_packed(Path(sys.argv[1]))

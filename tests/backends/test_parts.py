@@ -130,6 +130,11 @@ def test_both_passes_have_parts():
         ("2.0 * (score + b(key))", None),
         ("score * a(query)", None),
         ("score + 0.5 * key", None),
+        # So many sums of a sum with itself have 2**30 terms.
+        (
+            f"x0 = b(key); {''.join(f'x{i + 1} = x{i} + x{i}; ' for i in range(30))}score + x30",
+            None,
+        ),
     ],
 )
 def test_terms_of_keys(score, form):

@@ -27,16 +27,17 @@
 //   warp 0     chooses the next tile and describes it in a record
 //   warp 1     loads K and V
 //   warp 2     loads Q, a tile ahead if there are two buffers of it, and writes O
-//   warp 3     loads the bias, if it comes by TMA, or writes terms of keys (text/key_terms.cuh)
-// With keys in pages, all lanes of warp 1 load K, and those of warp 3 load V (paged_keys.cuh).
+//   warp 3     loads the bias, if it comes by TMA
+// With keys in pages, all lanes of warp 1 load K, and those of warp 3 load V (paged_keys.cuh). With
+// terms of keys, all lanes of warp 3 write these (text/key_terms.cuh).
 // The other warpgroups are consumers, which own 64 queries of the tile each. S, P and O live in
 // their registers (fwd_consumer.cuh).
 //
 // Shared memory holds Q_STAGES buffers of Q, KV_STAGES of K and of V, with a bias by TMA a ring of
 // its tiles for each consumer warpgroup, with a linear term of the scores the numbers of a tile's
-// columns (text/lines.cuh), and for each consumer warp the parts of a text that its scores share
-// (text/parts.cuh). A finished O is written over the Q of its tile, from where TMA
-// stores it.
+// columns (text/lines.cuh), with terms of keys the numbers of each stage of K, and for each
+// consumer warp the parts of a text that its scores share (text/parts.cuh). A finished O is written
+// over the Q of its tile, from where TMA stores it.
 //
 // Overlap. Three things keep the tensor cores busy while a warpgroup computes its softmax:
 //   within a warpgroup  S(n - 1) = Q K(n - 1)^T and O += P(n) V(n) are issued together, and the
@@ -82,7 +83,7 @@ __device__ __forceinline__ void begin_tile(C& consumer, typename C::Scores& s,
   if constexpr (C::HAS_SMALL_TANH) consumer.tanhs.begin();
   const bool masked = consumer.is_masked();
   text::begin_query_tile(consumer, own_parts);
-  if constexpr (C::Lines::EXIST) consumer.lines.begin(consumer);
+  if constexpr (C::Terms::EXIST) consumer.terms.begin(consumer);
   typename C::KeyParts keys;
   const text::CommonShift shift = text::share_key_tile(consumer, own_parts, keys);
   score_and_softmax(consumer, s, state, consumer.load_seen(seen_by_text), keys, shift, masked,
@@ -99,12 +100,13 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
                                      bool masked) {
   const auto v_ring = consumer.kv_ring;
   consumer.kv_ring.advance();
+  if constexpr (C::Layout::HAS_KEY_TERMS) masked = masked || !consumer.terms.serve(state);
   typename C::Scores s;
   const typename C::Seen seen = consumer.load_seen(consumer.load_seen_by_text(masked));
-  typename C::SlopeOperand slope;
+  typename C::RowFactors factors;
   consumer.begin_products();
-  if constexpr (C::Layout::LINE_IN_PRODUCT) {
-    consumer.issue_qk_and_line(s, slope, masked);
+  if constexpr (C::Layout::TERM_IN_PRODUCT) {
+    consumer.issue_qk_and_term(s, factors, masked);
   } else {
     consumer.issue_qk(s);
   }
@@ -115,7 +117,7 @@ __device__ __forceinline__ void step(C& consumer, typename C::Weights& p, typena
   const text::CommonShift shift = text::share_key_tile(consumer, own_parts, keys);
   wgmma_wait<1>();  // S is complete; O += P V may still run
   pin(s);
-  if constexpr (C::Layout::LINE_IN_PRODUCT) pin(slope);
+  if constexpr (C::Layout::TERM_IN_PRODUCT) pin(factors);
   const bool at_old_max = C::ONE_LOOP || (masked ? C::KEEPS_MASKED_MAX : C::KEEPS_MAX);
   score_and_softmax(consumer, s, state, seen, keys, shift, masked, at_old_max);
   wgmma_wait<0>();  // before P and O may be changed
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__((BLOCK_M / 64 + 1) * WARPGROUP, 1)
   const uint32_t smem_q = smem_address(smem);
   __shared__ FwdShared<Layout> shared;
   if (threadIdx.x == 0) shared.init();
-  if constexpr (Layout::LINE_IN_PRODUCT)
+  if constexpr (Layout::TERM_IN_PRODUCT)
     Layout::Numbers::template write<T>(smem_q + Layout::NUMBERS_OFFSET);
   if constexpr (SPLIT) launch_next_kernel();  // its blocks wait where this one leaves room
   __syncthreads();                            // the barriers are initialised

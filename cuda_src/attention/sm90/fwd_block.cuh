@@ -123,8 +123,8 @@ struct FwdLayout {
   static constexpr bool HAS_PARTS = HAS_USER_PARTS && !HAS_MASK_TILES && !HAS_BIAS;
   using Parts = text::PartsOfWarps<HAS_PARTS, BLOCK_N / 8, GROUPS * 4>;
   // Whether S has a term already. Wide heads leave no shared memory for its numbers.
-  static constexpr bool LINE_IN_PRODUCT = STEP != ColumnStep::NONE && HEAD_DIM <= 128;
-  static constexpr bool HAS_KEY_TERMS = LINE_IN_PRODUCT && STEP == ColumnStep::KEY_TERMS;
+  static constexpr bool TERM_IN_PRODUCT = STEP != ColumnStep::NONE && HEAD_DIM <= 128;
+  static constexpr bool HAS_KEY_TERMS = TERM_IN_PRODUCT && STEP == ColumnStep::KEY_TERMS;
   using Numbers =
       typename Choose<HAS_KEY_TERMS, ColumnTerms<BLOCK_N, KV_STAGES>, ColumnNumbers<BLOCK_N>>::Type;
   static constexpr int BIAS_STAGES = HEAD_DIM <= 64 ? 2 : 1;  // of each warpgroup
@@ -134,7 +134,7 @@ struct FwdLayout {
   static constexpr int BIAS_OFFSET = V_OFFSET + KV_STAGES * TileV::BYTES;
   static constexpr int BIAS_BYTES = HAS_BIAS ? GROUPS * BIAS_STAGES * TileBias::BYTES : 0;
   static constexpr int NUMBERS_OFFSET = BIAS_OFFSET + BIAS_BYTES;
-  static constexpr int BYTES = NUMBERS_OFFSET + (LINE_IN_PRODUCT ? Numbers::BYTES : 0);
+  static constexpr int BYTES = NUMBERS_OFFSET + (TERM_IN_PRODUCT ? Numbers::BYTES : 0);
 
   // The address of 64 rows of a column block of Q, or of the O that takes its place.
   __device__ static uint32_t q_address(uint32_t smem, int stage, int group, int block) {

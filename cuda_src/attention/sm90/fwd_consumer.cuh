@@ -6,6 +6,7 @@
 #include "../softmax.cuh"
 #include "../text/key_terms.cuh"
 #include "bias_tile.cuh"
+#include "fwd_block.cuh"
 #include "fwd_split.cuh"
 
 // L is the FwdLayout, Options_ the ScoreOptions. With SPLIT the block has a part of the keys only.
@@ -24,8 +25,8 @@ struct FwdConsumer {
     SeenKeys<Options::BIAS, L::BLOCK_N / 8> keys;
     SeenByText scores;
   };
-  using Lines = typename Choose<L::HAS_KEY_TERMS, text::KeyTerms<L>, TileLines<Options, L>>::Type;
-  using SlopeOperand = uint32_t[1][4];
+  using Terms = typename Choose<L::HAS_KEY_TERMS, text::KeyTerms<L>, TileLines<Options, L>>::Type;
+  using RowFactors = uint32_t[1][4];
   // Parts of a text (text/parts.cuh): what a lane has computed, and those of its keys.
   static constexpr bool HAS_KEY_PARTS = L::HAS_PARTS && has_part(TextParts::KEY);
   using OwnParts = text::OwnParts<L::HAS_PARTS ? L::BLOCK_N / 8 : 0>;
@@ -33,7 +34,7 @@ struct FwdConsumer {
   static constexpr bool INNER_APART = L::INNER_APART;
   // Whether a step finds its place in registers. A load from shared memory takes hundreds of clocks
   // while the products of other warpgroups read theirs.
-  static constexpr bool PLACE_IN_REGISTERS = HAS_USER_SCORE && !Lines::OF_TEXT;
+  static constexpr bool PLACE_IN_REGISTERS = HAS_USER_SCORE && !Terms::OF_TEXT;
 
   const FlashFwdSm90Params& params;
   FwdShared<L>& shared;
@@ -53,7 +54,7 @@ struct FwdConsumer {
   int turn;                      // that of a TurnedFwdTile
   int batch, head, first_query;  // the last one is that of this lane
   float alibi_slope;
-  Lines lines;
+  Terms terms;
   text::TanhSizes tanhs;  // only with HAS_SMALL_TANH
   // With the mask of a text: tiles [run_begin, n] are all inner, or all have to be masked.
   int run_begin;
@@ -106,14 +107,14 @@ struct FwdConsumer {
   }
   // The same, and the term of a tile that is not near, whose factors are in registers that must be
   // pinned after the wait.
-  __device__ __forceinline__ void issue_qk_and_line(Scores& s, SlopeOperand& slope, bool near) {
-    const uint2 rows = lines.operand(key_tile(), near);
-    slope[0][0] = rows.x;
-    slope[0][1] = rows.y;
-    slope[0][2] = slope[0][3] = 0u;
+  __device__ __forceinline__ void issue_qk_and_term(Scores& s, RowFactors& factors, bool near) {
+    const uint2 rows = terms.operand(key_tile(), near);
+    factors[0][0] = rows.x;
+    factors[0][1] = rows.y;
+    factors[0][2] = factors[0][3] = 0u;
     shared.k.wait_full(kv_ring);
-    wg_gemm_and_line<T, typename Lines::T, L::HEAD_DIM / 16>(
-        s, q_operand(), k_operand(), slope,
+    wg_gemm_and_term<T, typename Terms::T, L::HEAD_DIM / 16>(
+        s, q_operand(), k_operand(), factors,
         L::Numbers::operand(smem + L::NUMBERS_OFFSET, kv_ring.stage));
   }
   __device__ __forceinline__ auto q_operand() const {
@@ -154,7 +155,7 @@ struct FwdConsumer {
   // The place of this lane's scores of a key tile.
   __device__ __forceinline__ ScorePlace<Rows::QUERIES> place_of(const float& alibi_slope,
                                                                 int n) const {
-    constexpr bool HAS_ROW = PLACE_IN_REGISTERS || Lines::EXIST;
+    constexpr bool HAS_ROW = PLACE_IN_REGISTERS || Terms::EXIST;
     const int row = HAS_ROW ? first_query : tile->m_begin + warp_row + lane / 4;
     const int col = key_tile(n) * L::BLOCK_N + lane % 4 * 2;
     const int& batch = PLACE_IN_REGISTERS ? this->batch : tile->batch;
@@ -240,11 +241,11 @@ struct FwdConsumer {
       batch = uniform(next->batch);
       head = uniform(next->head);
     }
-    if constexpr (PLACE_IN_REGISTERS || Lines::EXIST)
+    if constexpr (PLACE_IN_REGISTERS || Terms::EXIST)
       first_query = next->m_begin + warp_row + lane / 4;
-    if constexpr (Lines::EXIST) {
+    if constexpr (Terms::EXIST) {
       alibi_slope = load_alibi_slope<Options>(params.base, next->batch, next->head);
-      lines.locate(far, next->sequence.diagonal, next->m_begin, warp_row + lane / 4);
+      terms.locate(far, next->sequence.diagonal, next->m_begin, warp_row + lane / 4);
     }
     if constexpr (HAS_MASK_TILES) seek(n);
   }
@@ -268,9 +269,9 @@ struct FwdConsumer {
     return L::FROM_DIAGONAL ? TurnedFwdTile::turned(n, turn, n_begin, n_end) : n;
   }
 
-  // Whether only a text may mask scores of the key tile, and the term is that of `lines` there.
+  // Whether only a text may mask scores of the key tile, and the term is that of `terms` there.
   __device__ __forceinline__ bool is_inner() const {
-    if (Lines::EXIST && lines.is_near(key_tile())) return false;
+    if (Terms::EXIST && terms.is_near(key_tile())) return false;
     return is_inside();
   }
   // Whether all queries of the tile see all of its keys, but for the mask of a text.

@@ -103,7 +103,7 @@ __device__ __forceinline__ void weigh(C& consumer, typename C::Scores& s, RowSta
       return state.update_at_old_max(s, score.scale_log2, C::WEIGHT_LIMIT, order, term);
     };
     const bool done =
-        size == TanhSize::LARGE   ? update(consumer.lines.term(score, consumer.key_tile()))
+        size == TanhSize::LARGE   ? update(consumer.terms.term(score, consumer.key_tile()))
         : size == TanhSize::SMALL ? update(text::SmallTanh<7>(score.inner, score.scale_log2))
                                   : update(text::SmallTanh<5>(score.inner, score.scale_log2));
     if (!done) {
@@ -152,12 +152,12 @@ __device__ __forceinline__ auto apply_inner_score(C& consumer, typename C::Score
                                                   const typename C::KeyParts& keys,
                                                   const text::CommonShift& shift) {
   const auto& score = consumer.score;
-  if constexpr (C::Lines::OF_TEXT) {
-    return consumer.lines.term(score, consumer.key_tile());
+  if constexpr (C::Terms::OF_TEXT) {
+    return consumer.terms.term(score, consumer.key_tile());
   } else if constexpr (!C::Layout::HAS_PARTS) {
     constexpr bool at_old_max = true;
     score.apply(s, at, NoBiasTile(), UNMASKED, at_old_max);
-    return consumer.lines.term(score, consumer.key_tile());
+    return consumer.terms.term(score, consumer.key_tile());
   } else {
     CommonTerm term = {1.f, 0.f};
     if (C::HAS_SHIFT && shift.exists) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void weigh_either(C& consumer, typename C::Scores& s,
     } else {
       score.apply(s, again);
     }
-    if (!(C::Lines::OF_TEXT && consumer.is_inside())) score.apply_mask(s, again);
+    if (!(C::Terms::OF_TEXT && consumer.is_inside())) score.apply_mask(s, again);
     state.template update<C::Options::SOFTCAP>(s, score.scale_log2);
   }
 }
@@ -212,7 +212,7 @@ __device__ __forceinline__ void score_and_softmax(C& consumer, typename C::Score
                                                   const text::CommonShift& shift, bool masked,
                                                   bool at_old_max) {
   const auto& tile = *consumer.tile;
-  const float alibi_slope = C::Lines::EXIST ? consumer.alibi_slope
+  const float alibi_slope = C::Terms::EXIST ? consumer.alibi_slope
                                             : load_alibi_slope<typename C::Options>(
                                                   consumer.params.base, tile.batch, tile.head);
   const QueryPlace at = consumer.place_of(alibi_slope, consumer.n);

@@ -1,9 +1,9 @@
 // Terms of the scores that are linear in the distance of query and key where tiles are far from the
 // diagonal: ALiBi, or what a text adds to the score (score_text/far.py). There a term needs no
 // instruction of a score's own: it is one number of a row, and where there is room for the numbers
-// of the columns, S gets the rest by one more step of its product (common/column_line.cuh).
+// of the columns, S gets the rest by one more step of its product (common/column_terms.cuh).
 #pragma once
-#include "../../common/column_line.cuh"
+#include "../../common/column_terms.cuh"
 #include "../../ptx/warpgroup.cuh"
 #include "parts.cuh"
 
@@ -93,7 +93,7 @@ struct TileLines {
       behind = {-score.to_units(consumer.alibi_slope), 0.f};
       ahead = {-behind.slope, 0.f};
     }
-    if constexpr (L::LINE_IN_PRODUCT) {
+    if constexpr (L::TERM_IN_PRODUCT) {
       const float by_column = OF_TEXT ? -rcp_approx(score.inner) : -1.f;  // in the units of S
       operand_behind = slope_operand<T>(behind.slope * by_column);
       operand_ahead = slope_operand<T>(ahead.slope * by_column);
@@ -116,10 +116,10 @@ struct TileLines {
     } else if constexpr (OF_TEXT && !has_part(TextParts::LINE)) {
       return CommonTerm{factor, line.shift};
     } else {
-      const int column = L::LINE_IN_PRODUCT ? L::Numbers::MIDDLE : threadIdx.x % 4 * 2;
+      const int column = L::TERM_IN_PRODUCT ? L::Numbers::MIDDLE : threadIdx.x % 4 * 2;
       const int distance = first_distance - (key_tile * L::BLOCK_N + column);
       const float row = line.shift + line.slope * float(distance);
-      return LinearTerm<L::LINE_IN_PRODUCT>{-line.slope, {row, row + 8.f * line.slope}, factor};
+      return LinearTerm<L::TERM_IN_PRODUCT>{-line.slope, {row, row + 8.f * line.slope}, factor};
     }
   }
 };

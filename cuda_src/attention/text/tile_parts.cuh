@@ -24,18 +24,18 @@ __device__ __forceinline__ void begin_query_tile(const C& consumer, typename C::
     const float no_alibi = 0.f;
     set_rows(consumer.shared_parts(), consumer.place_of(no_alibi, consumer.n),
              consumer.params.base);
-    if constexpr (!C::Lines::OF_TEXT) compute_key_tile(consumer, own, consumer.n);
+    if constexpr (!C::Terms::OF_TEXT) compute_key_tile(consumer, own, consumer.n);
   }
 }
 
 // Shares those of the key tile, and computes those of the next one, or behind the last one the same
-// again: a branch around the loads would make the warp wait for them. Where far tiles have a line,
-// the few near ones do both in share_near_tile().
+// again: a branch around the loads would make the warp wait for them. Where most tiles have their
+// term from C::Terms, the others do both in share_near_tile().
 template <class C>
 __device__ __forceinline__ CommonShift share_key_tile(const C& consumer, typename C::OwnParts& own,
                                                       typename C::KeyParts& keys) {
   CommonShift shift = {};
-  if constexpr (C::Layout::HAS_PARTS && !C::Lines::OF_TEXT) {
+  if constexpr (C::Layout::HAS_PARTS && !C::Terms::OF_TEXT) {
     shift = share_parts<Rows::QUERIES>(consumer.shared_parts(), own);
     if constexpr (C::HAS_KEY_PARTS) load_columns(keys, consumer.shared_parts(), consumer.lane);
     compute_key_tile(consumer, own, max(consumer.n - 1, consumer.n_begin));
@@ -44,7 +44,7 @@ __device__ __forceinline__ CommonShift share_key_tile(const C& consumer, typenam
 }
 template <class C>
 __device__ __forceinline__ void share_near_tile(const C& consumer) {
-  if constexpr (C::Layout::HAS_PARTS && C::Lines::OF_TEXT) {
+  if constexpr (C::Layout::HAS_PARTS && C::Terms::OF_TEXT) {
     typename C::OwnParts own;
     compute_key_tile(consumer, own, consumer.n);
     share_parts<Rows::QUERIES>(consumer.shared_parts(), own);

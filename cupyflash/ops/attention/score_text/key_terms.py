@@ -1,9 +1,11 @@
 """Texts with a term of the key, which the forward of Hopper adds in the product of Q and K."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .tree import Kind, Node, apply, as_float, literal
+
+MOST_TERMS = 32
 
 
 class KeyTerms(NamedTuple):
@@ -23,7 +25,7 @@ def key_terms(tree: Node, depends: Callable[[Node], frozenset[str]]) -> KeyTerms
     """
     factor = None
     sums: dict[str, Node | None] = {"query": None, "key": None}
-    for op, x in _terms(tree, "+"):
+    for op, x in _terms(tree) or ():
         of = depends(x)
         if x.of_score:
             factor = _factor(x, depends) if op == "+" and factor is None else None
@@ -39,16 +41,23 @@ def key_terms(tree: Node, depends: Callable[[Node], frozenset[str]]) -> KeyTerms
     return KeyTerms(factor, sums["query"] or literal(0.0), sums["key"])
 
 
-def _terms(x: Node, op: str) -> Iterator[tuple[str, Node]]:
-    """The terms of a sum of floats, each with "+" or "-"."""
-    other = {"+": "-", "-": "+"}[op]
-    if x.kind == Kind.FLOAT and x.op in ("+", "-"):
-        yield from _terms(x.args[0], op)
-        yield from _terms(x.args[1], op if x.op == "+" else other)
-    elif x.op == "neg":
-        yield from _terms(x.args[0], other)
-    else:
-        yield op, x
+def _terms(tree: Node) -> list[tuple[str, Node]] | None:
+    """The terms of a sum of floats, each with "+" or "-"; None if they are many."""
+    other = {"+": "-", "-": "+"}
+    found: list[tuple[str, Node]] = []
+    waiting = [("+", tree)]
+    while waiting:
+        op, x = waiting.pop()
+        if x.kind == Kind.FLOAT and x.op in other:
+            first, second = x.args
+            waiting += [(op if x.op == "+" else other[op], second), (op, first)]
+        elif x.op == "neg":
+            waiting.append((other[op], x.args[0]))
+        elif len(found) == MOST_TERMS:  # a sum that is used twice has its terms twice
+            return None
+        else:
+            found.append((op, x))
+    return found
 
 
 def _plus(total: Node | None, op: str, x: Node) -> Node:

@@ -98,7 +98,7 @@ FORWARD_TILES_NARROW_V = {(192, 128): ((128, 128, 1, 2), (128, 96, 2, 2))}
 
 # Up to this head dim, a step of the product adds a term of each column to S: a line of the
 # distance, or what a text adds for a key. It reads a row of so many bytes for each column.
-MAX_LINE, LINE_BYTES = 128, 64
+MAX_TERMS, TERM_BYTES = 128, 64
 FEW_TILES_ROWS = (128, 64)  # queries of the tiles that serve where there are few of them
 COMBINE_ROWS = 4  # rows of a block of the kernel that combines, a warp each
 
@@ -117,9 +117,9 @@ def forward_kernel(kind: Kind, tile: Tile | None = None) -> FlashFwdSm90:
     if bias in BIAS_BY_TMA:
         stages = 2 if padded <= 64 else 1
         smem_bytes += stages * block_m * shared_columns(block_n) * 2
-    elif padded <= MAX_LINE:
-        lines = has_line(features) + kv_stages * has_key_terms(features)
-        smem_bytes += lines * block_n * LINE_BYTES
+    elif padded <= MAX_TERMS:
+        tiles = has_line(features) + kv_stages * has_key_terms(features)
+        smem_bytes += tiles * block_n * TERM_BYTES
     sizes = (padded, head_dim_v, *tile)
     others = {"text": features.text, "tiles": features.mask_has_tiles, "paged": features.paged}
     return FlashFwdSm90(dtype, *sizes, *switches, False, smem_bytes, **others)

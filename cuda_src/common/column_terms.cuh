@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32_t slope_operand(float slope) {
   return pair == 0 ? pack<T, 90>(x.first, x.second) : pair == 1 ? pack<T, 90>(x.third, 0.f) : 0u;
 }
 
-// The numbers of terms that change with the stage of the tile B, factor * term: the step adds six
-// products of their parts, and what it leaves out is below 2^-23 of the whole.
+// The numbers of terms that each stage of the operand B has anew. The step adds factor * term as
+// six products of their parts; those that it leaves out are below 2^-22 of the whole.
 template <int N, int STAGES>
 struct ColumnTerms {
   using Tile = SmemTile<N, 32>;  // of which the step reads 16 columns
@@ -67,8 +67,8 @@ struct ColumnTerms {
     fence_async_proxy();
   }
 
-  // One thread stores the term of a column of a stage. Its parts are cut off and not rounded, for
-  // which a mask serves.
+  // Stores the term of one column of a stage, by one thread. The parts of a term are not rounded
+  // but cut off, which takes a mask.
   __device__ static void store(uint32_t smem, int stage, int column, float term) {
     const float first = cut(term), second = cut(term - first), third = term - first - second;
     const uint32_t pair = upper_halves(first, second);
@@ -95,13 +95,14 @@ struct ColumnTerms {
   }
 };
 
-// Issues acc = A B plus a line, whose operands have the dtype LineT. `slope` must be pinned after
+// Issues acc = A B plus a term, whose operands have the dtype TermT. `factors` must be pinned after
 // the wait.
-template <typename T, typename LineT, int K_STEPS, int N, class A, class B, class Numbers>
-__device__ __forceinline__ void wg_gemm_and_line(float (&acc)[N][4], const A& a, const B& b,
-                                                 uint32_t (&slope)[1][4], const Numbers& numbers) {
-  pin(slope);
+template <typename T, typename TermT, int K_STEPS, int N, class A, class B, class Numbers>
+__device__ __forceinline__ void wg_gemm_and_term(float (&acc)[N][4], const A& a, const B& b,
+                                                 uint32_t (&factors)[1][4],
+                                                 const Numbers& numbers) {
+  pin(factors);
   wg_gemm<T, K_STEPS>(acc, a, b, OVERWRITE,
-                      [&] { wgmma<LineT, 0>(acc, slope[0], numbers.at(0), ACCUMULATE); });
-  pin(slope);
+                      [&] { wgmma<TermT, 0>(acc, factors[0], numbers.at(0), ACCUMULATE); });
+  pin(factors);
 }
