@@ -25,6 +25,7 @@ PICTURES = {  # of each results file
     "precision": ("precision",),
     "profile": ("roofline",),
     "scores": ("scores",),
+    "scores_texts_h200": ("scores_texts_h200",),
     "time_budget": ("time_budget",),
     "timeline": ("timeline",),
     "train_char_gpt": ("train_char_gpt",),

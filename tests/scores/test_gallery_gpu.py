@@ -151,7 +151,8 @@ def test_the_largest_term(target, large, head_dim):
         )
         q, k, v = inputs.q, inputs.k, inputs.v
         out = cupyflash.attention(q, k, v, score=lambda s, b, h, q, k: s + term[k])
-        torch.testing.assert_close(out, v[:, 201:202].expand_as(out), rtol=1e-6, atol=1e-6)
+        # A weight near 1 is rounded to 16 bits, and the sum of weights is not.
+        torch.testing.assert_close(out, v[:, 201:202].expand_as(out))
         out = cupyflash.attention(q, k, v, score=lambda s, b, h, q, k: s + spoilt[k])
         assert out.isnan().all()
 
@@ -171,7 +172,7 @@ def test_slopes_that_no_half_float_holds(target, head_dim):
         assert torch.equal(cupyflash.attention(q, k, v, alibi_slopes=slopes), v)
 
 
-def _given(seen, _):
+def _given(seen, *_):
     return seen
 
 
