@@ -21,7 +21,18 @@ __device__ __forceinline__ float base_of_shifts(const EveryFwdTile& tile, const 
   return shift_of_query(tile.batch, tile.head, tile.m_begin, 0, params);
 }
 
-// What a lane of the forward knows of its two rows; it takes the place of TileLines.
+// A factor and a shift for each of the two rows of a lane, as a term of the online softmax.
+struct RowTerms {
+  static constexpr bool MAY_FAIL = false;
+  float factor[2], shift[2];
+
+  __device__ float scaled(float score, int half, int, float scale, float offset) const {
+    return score * (factor[half] * scale) + (shift[half] * scale - offset);
+  }
+};
+
+// The terms of a query tile, for one lane of the forward. L is the FwdLayout. A consumer with terms
+// of keys has this struct where others have TileLines.
 template <class L>
 struct KeyTerms {
   using T = bfloat16_t;  // of the operand
@@ -33,7 +44,7 @@ struct KeyTerms {
   // Whether S may have the terms of the warp's rows. Otherwise all tiles compute the text, as near
   // ones do.
   bool fit;
-  float factor[2], shift[2];
+  RowTerms rows;
   uint2 operands;
 
   __device__ __forceinline__ bool is_near(int) const { return !fit; }
@@ -50,12 +61,14 @@ struct KeyTerms {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = min(consumer.first_query + 8 * half, tile.sequence.seqlen_q - 1);
-      factor[half] = score.inner * factor_of_query(tile.batch, tile.head, query, 0, score.params);
-      shift[half] = shift_of_query(tile.batch, tile.head, query, 0, score.params) - base;
-      const float guess = rcp_approx(factor[half]);
-      inverse[half] = guess * (2.f - factor[half] * guess);
-      in_range = in_range && fabsf(factor[half]) > 1.f / L::Numbers::LIMIT &&
-                 fabsf(factor[half]) < L::Numbers::LIMIT && fabsf(shift[half]) < MOST_SHIFT;
+      float& factor = rows.factor[half];
+      float& shift = rows.shift[half];
+      factor = score.inner * factor_of_query(tile.batch, tile.head, query, 0, score.params);
+      shift = shift_of_query(tile.batch, tile.head, query, 0, score.params) - base;
+      const float guess = rcp_approx(factor);
+      inverse[half] = guess * (2.f - factor * guess);
+      in_range = in_range && fabsf(factor) > 1.f / L::Numbers::LIMIT &&
+                 fabsf(factor) < L::Numbers::LIMIT && fabsf(shift) < MOST_SHIFT;
     }
     fit = __all_sync(0xffffffffu, in_range);
     operands = {L::Numbers::row_operand(inverse[0]), L::Numbers::row_operand(inverse[1])};
@@ -72,18 +85,10 @@ struct KeyTerms {
     return near ? uint2{0u, 0u} : operands;
   }
 
-  // A factor of the row and a number of the row, for update_at_old_max().
-  struct RowTerm {
-    static constexpr bool MAY_FAIL = false;
-    float factor[2], shift[2];
-
-    __device__ float scaled(float score, int half, int, float scale, float offset) const {
-      return score * (factor[half] * scale) + (shift[half] * scale - offset);
-    }
-  };
+  // Returns the term that update_at_old_max() adds to the scores.
   template <class Score>
-  __device__ __forceinline__ RowTerm term(const Score&, int) const {
-    return {{factor[0], factor[1]}, {shift[0], shift[1]}};
+  __device__ __forceinline__ RowTerms term(const Score&, int) const {
+    return rows;
   }
 };
 
@@ -102,6 +107,7 @@ template <class Params, class L>
 __device__ __forceinline__ void write_key_terms(const Params& params, FwdShared<L>& shared,
                                                 uint32_t smem) {
   using Numbers = typename L::Numbers;
+  constexpr int ROUNDS = ceil_div(L::BLOCK_N, 32);
   const int lane = threadIdx.x % 32;
   Ring<FWD_TILE_RECORDS> record;
   Ring<L::KV_STAGES> ring;
@@ -118,10 +124,10 @@ __device__ __forceinline__ void write_key_terms(const Params& params, FwdShared<
     for (int n = range.end - 1; n >= range.begin; --n, ring.advance()) {
       const int key_tile = TurnedFwdTile::turned(n, turn, range.begin, range.end);
       const int first = opaque(key_tile * L::BLOCK_N + lane);
-      float terms[ceil_div(L::BLOCK_N, 32)];
+      float terms[ROUNDS];
       bool fit = true;
 #pragma unroll
-      for (int i = 0; i < ceil_div(L::BLOCK_N, 32); ++i) {
+      for (int i = 0; i < ROUNDS; ++i) {
         const int key = min(first + i * 32, last_key);
         terms[i] = base + term_of_key(batch, head, 0, key, params.base);
         fit = fit && fabsf(terms[i]) < Numbers::LIMIT;
@@ -132,7 +138,7 @@ __device__ __forceinline__ void write_key_terms(const Params& params, FwdShared<
       }
       shared.k.wait_empty(ring);
 #pragma unroll
-      for (int i = 0; i < ceil_div(L::BLOCK_N, 32); ++i) {
+      for (int i = 0; i < ROUNDS; ++i) {
         const int column = i * 32 + lane;
         if (column < L::BLOCK_N) Numbers::store(smem, ring.stage, column, terms[i]);
       }

@@ -12,9 +12,10 @@
 template <class Options>
 constexpr bool TEXT_HAS_FAR =
     HAS_USER_SCORE && HAS_USER_FAR && !HAS_USER_MASK && Options::BIAS == BiasKind::NONE;
-// What one more step of the product may add to S: the line of a term, or the terms of keys
-// (key_terms.cuh). A softcap comes between S and ALiBi, and a bias leaves no registers for the
-// operand. Pages of keys have two warps that load them, and leave none for their terms.
+// The kind of term that S = Q K^T gets by one more step of the product: a line of the distance, or
+// the terms of keys (key_terms.cuh). A softcap comes between S and ALiBi, and a bias leaves no
+// registers for the operand. Where keys lie in pages, two warps load them, and no warp is left to
+// write their terms.
 enum class ColumnStep { NONE, LINE, KEY_TERMS };
 template <class Options>
 constexpr ColumnStep COLUMN_STEP =
