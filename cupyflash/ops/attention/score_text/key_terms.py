@@ -67,7 +67,7 @@ def _plus(total: Node | None, op: str, x: Node) -> Node:
 
 
 def _factor(x: Node, depends: Callable[[Node], frozenset[str]]) -> Node | None:
-    """What a product multiplies the score by, if that depends on the query at most."""
+    """The factor of the score in a product; None if the factor depends on more than the query."""
     if x.op == "name":
         return literal(1.0)
     if x.op not in ("*", "/"):

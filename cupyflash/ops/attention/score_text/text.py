@@ -58,14 +58,19 @@ class Text(NamedTuple):
     @property
     def has_line(self) -> bool:
         """Whether the forward of Hopper adds a term that is linear far from the diagonal."""
-        divided = _in_parts(self, "fwd") if self.score and not self.mask else None
+        divided = self._forward_parts
         return bool(divided and divided.far and divided.far.slope)
 
     @property
     def has_key_terms(self) -> bool:
         """Whether the forward of Hopper adds a term of the key in the product of Q and K."""
-        divided = _in_parts(self, "fwd") if self.score and not self.mask else None
+        divided = self._forward_parts
         return bool(divided and divided.key_terms)
+
+    @property
+    def _forward_parts(self) -> "Parts | None":
+        """The parts of a score in the forward; None beside a mask, where no product has a term."""
+        return _in_parts(self, "fwd") if self.score and not self.mask else None
 
     @property
     def mask_tree(self) -> "Node | None":
