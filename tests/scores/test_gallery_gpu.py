@@ -79,24 +79,29 @@ LINES = {
 }
 
 
+def _check_shapes(target, make, arrays, head_dim, batch):
+    """Both passes of a score with a full, a causal and a windowed shape, one for each dtype."""
+    shapes = ((700, 700, {}), (330, 811, {"causal": True}), (60, 1900, {"window": (1500, None)}))
+    for number, dtype in enumerate(target.dtypes):
+        queries, keys, options = shapes[number % len(shapes)]
+        inputs = target.inputs(
+            dtype, batch=batch, seqlen_q=queries, seqlen_k=keys, heads_q=HEADS, heads_kv=2,
+            head_dim=head_dim,
+        )  # fmt: skip
+        found = results(inputs, tuple(x.cuda() for x in arrays), score=make, **options)
+        of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout")}
+        seen = _seen(queries, keys, **options)
+        kinds = {"score": make, "mask": functools.partial(_given, seen)}
+        host = dataclasses.replace(inputs, **of_host)
+        expected_scores(host, **kinds, arrays=arrays).check(**found)
+
+
 @pytest.mark.parametrize("name", LINES)
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @each(library="torch", device="cuda")
 def test_lines_far_from_the_diagonal(target, name, head_dim):
     make, array = LINES[name]
-    shapes = ((700, 700, {}), (330, 811, {"causal": True}), (60, 1900, {"window": (1500, None)}))
-    for number, dtype in enumerate(target.dtypes):
-        queries, keys, options = shapes[number % len(shapes)]
-        inputs = target.inputs(
-            dtype, batch=1, seqlen_q=queries, seqlen_k=keys, heads_q=HEADS, heads_kv=2,
-            head_dim=head_dim,
-        )  # fmt: skip
-        found = results(inputs, (array.cuda(),), score=make, **options)
-        of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout")}
-        seen = _seen(queries, keys, **options)
-        kinds = {"score": make, "mask": functools.partial(_given, seen)}
-        host = dataclasses.replace(inputs, **of_host)
-        expected_scores(host, **kinds, arrays=(array,)).check(**found)
+    _check_shapes(target, make, (array,), head_dim, batch=1)
 
 
 RANDOM = torch.randn(2, 2, 1900, generator=torch.Generator().manual_seed(5))
@@ -121,18 +126,7 @@ TERMS = {
 @each(library="torch", device="cuda")
 def test_terms_of_keys(target, name, head_dim):
     make, arrays = TERMS[name]
-    shapes = ((700, 700, {}), (330, 811, {"causal": True}), (60, 1900, {"window": (1500, None)}))
-    for number, dtype in enumerate(target.dtypes):
-        queries, keys, options = shapes[number % len(shapes)]
-        inputs = target.inputs(
-            dtype, batch=2, seqlen_q=queries, seqlen_k=keys, heads_q=HEADS, heads_kv=2,
-            head_dim=head_dim,
-        )  # fmt: skip
-        found = results(inputs, tuple(x.cuda() for x in arrays), score=make, **options)
-        of_host = {x: getattr(inputs, x).cpu() for x in ("q", "k", "v", "dout")}
-        kinds = {"score": make, "mask": functools.partial(_given, _seen(queries, keys, **options))}
-        host = dataclasses.replace(inputs, **of_host)
-        expected_scores(host, **kinds, arrays=arrays).check(**found)
+    _check_shapes(target, make, arrays, head_dim, batch=2)
 
 
 @pytest.mark.parametrize("head_dim", [32, 128])
