@@ -69,12 +69,6 @@ def checkpoint_folder(function: str, folder: str | Path) -> Path:
     raise FileNotFoundError(text)
 
 
-def read_generation(function: str, config: Path) -> tuple[Any, Path] | None:
-    """What ``generation_config.json`` beside a ``config.json`` holds, and its path; or None."""
-    path = config.with_name("generation_config.json")
-    return (read_json(function, path), path) if path.is_file() else None
-
-
 def read_json(function: str, path: Path) -> Any:
     """What a JSON file holds.
 

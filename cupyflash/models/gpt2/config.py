@@ -9,7 +9,6 @@ from ..checkpoint import (
     MOST,
     MOST_LAYERS,
     checkpoint_folder,
-    read_generation,
     read_json,
     refuse_unknown,
     require_count,
@@ -122,12 +121,12 @@ class Gpt2Config:
             found = fields.get("model_type") if isinstance(fields, dict) else fields
             raise ValueError(f"Gpt2: model_type in {path} must be 'gpt2', got {found!r}")
         config = cls._from_fields(fields, path)
-        generation = read_generation(FUNCTION, path)
-        if generation is None:
+        generation = path.with_name("generation_config.json")
+        if not generation.is_file():
             return config
-        given, place = generation
+        given = read_json(FUNCTION, generation)
         if not isinstance(given, dict):
-            raise ValueError(f"Gpt2: {place} must hold an object, got {given!r}")
+            raise ValueError(f"Gpt2: {generation} must hold an object, got {given!r}")
         end = _end_of_text(given)
         return config if end is None else dataclasses.replace(config, end_of_text=end)
 

@@ -7,7 +7,6 @@ from typing import Any
 from ..checkpoint import (
     MOST_LAYERS,
     checkpoint_folder,
-    read_generation,
     read_json,
     require_count,
     require_eps,
@@ -119,9 +118,8 @@ class LlamaConfig:
         path = checkpoint_folder(FUNCTION, folder) / "config.json"
         config = cls(**files.read(read_json(FUNCTION, path), str(path)))
         changes: dict[str, Any] = {"dtype": dtype} if dtype else {}
-        generation = read_generation(FUNCTION, path)
-        if generation is not None:
-            fields, place = generation
-            given = files.Fields(fields, str(place))
+        generation = path.with_name("generation_config.json")
+        if generation.is_file():
+            given = files.Fields(read_json(FUNCTION, generation), str(generation))
             changes["eos_token_ids"] = given.tokens("eos_token_id") or config.eos_token_ids
         return dataclasses.replace(config, **changes)
